@@ -1,0 +1,162 @@
+"""The only importer of ``jax._src`` and the only place that knows JAX versions apart.
+
+Checked against JAX 0.10.2, 0.11.2 and 0.12.0.1. From 0.11 on ``ClosedJaxpr`` and ``Jaxpr`` are one class;
+here "closed" means: has ``.jaxpr``, ``.consts``, ``.eqns``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src import linear_util as _lu
+from jax._src import source_info_util as _source
+from jax.extend import core as jcore
+from jax.interpreters import ad, batching, mlir
+
+Var = jcore.Var
+Literal = jcore.Literal
+DropVar = _core.DropVar
+Primitive = jcore.Primitive
+new_jaxpr_eqn = jcore.new_jaxpr_eqn
+jaxpr_as_fun = jcore.jaxpr_as_fun
+check_jaxpr = jcore.check_jaxpr
+UNSPECIFIED_NAMES = ("UnspecifiedValue",)
+
+
+def fresh_var(aval: Any) -> Any:
+    """A new jaxpr variable of abstract value `aval`."""
+    return _core.Var(aval)
+
+
+def open_jaxpr(closed: Any) -> Any:
+    """The inner jaxpr (with ``constvars``, ``invars``, ``eqns``) of a closed one."""
+    return closed.jaxpr
+
+
+def closed(constvars: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any],
+           consts: Sequence[Any], like: Any) -> Any:
+    """A closed jaxpr made of equations; effects are the union of the equations' own."""
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    info = like.debug_info
+    if len(info.arg_names or ()) != len(invars) or len(info.result_paths or ()) != len(outvars):
+        info = info._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+    if jcore.ClosedJaxpr is jcore.Jaxpr:
+        return jcore.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, info,
+                           consts=list(consts))
+    return jcore.ClosedJaxpr(
+        jcore.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, info), list(consts))
+
+
+def debug_info(what: str) -> Any:
+    """Debug information for a jaxpr of ours."""
+    return _lu.DebugInfo("recom_jax", what, (), ())
+
+
+def inner_jaxpr(eqn: Any) -> Any | None:
+    """The closed jaxpr of a call-like equation (jit, remat, custom_jvp), else None."""
+    if eqn.primitive.name in ("jit", "pjit", "custom_jvp_call", "closed_call", "core_call"):
+        return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if eqn.primitive.name in ("remat2", "checkpoint", "remat"):
+        inner = eqn.params["jaxpr"]
+        if hasattr(inner, "consts"):
+            return inner
+        return jcore.ClosedJaxpr(inner, [])
+    return None
+
+
+def is_plain_jit(eqn: Any) -> bool:
+    """Whether a jit equation carries nothing but its body: no shardings, layouts, donation or options."""
+    p = eqn.params
+    for key in ("in_shardings", "out_shardings"):
+        if any(type(s).__name__ not in UNSPECIFIED_NAMES for s in p.get(key, ())):
+            return False
+    for key in ("in_layouts", "out_layouts"):
+        if any(x is not None for x in p.get(key, ())):
+            return False
+    return not any(p.get("donated_invars", ())) and not p.get("compiler_options_kvs", ())
+
+
+_JAX_SOURCES = os.path.dirname(jax.__file__) + os.sep
+
+
+def is_library_call(closed: Any) -> bool:
+    """Whether a call's body is JAX's own code (`jnp.take`, ...): its source lines say nothing of the caller."""
+    info = getattr(open_jaxpr(closed), "debug_info", None)
+    return _JAX_SOURCES in str(getattr(info, "func_src_info", ""))
+
+
+def sub_jaxprs(eqn: Any) -> list[Any]:
+    """Every jaxpr among an equation's parameters (loop bodies, branches, calls)."""
+    found: list[Any] = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                found.append(inner)
+    return found
+
+
+def source_line(eqn: Any) -> str:
+    """``file:line`` of the user's code that made the equation, or an empty string."""
+    frame = _source.user_frame(eqn.source_info.traceback)
+    return f"{frame.file_name}:{frame.start_line}" if frame is not None else ""
+
+
+def bind_eqn(eqn: Any, invals: Sequence[Any]) -> list[Any]:
+    """Runs one equation on values, under its own context, as JAX's evaluator does."""
+    subfuns_params = eqn.primitive.get_bind_params(eqn.params)
+    name_stack = _source.current_name_stack() + eqn.source_info.name_stack
+    with _source.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        if isinstance(subfuns_params, tuple):
+            subfuns, params = subfuns_params
+            out = eqn.primitive.bind(*subfuns, *invals, **params)
+        else:
+            out = eqn.primitive.bind(*invals, **subfuns_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def register_primitive(prim: Any, *, abstract_eval: Callable[..., Any], jvp: Callable[..., Any],
+                       batch: Callable[..., Any], lower_cpu: Callable[..., Any],
+                       lower_default: Callable[..., Any]) -> None:
+    """Wires a multi-result primitive into evaluation, differentiation, batching and lowering."""
+    prim.multiple_results = True
+    prim.def_abstract_eval(abstract_eval)
+    prim.def_impl(lambda *args, **params: _dispatch.apply_primitive(prim, *args, **params))
+    ad.primitive_jvps[prim] = jvp
+    batching.fancy_primitive_batchers[prim] = batch
+    mlir.register_lowering(prim, lower_default)
+    mlir.register_lowering(prim, lower_cpu, platform="cpu")
+
+
+def module_devices(ctx: Any) -> int:
+    """Over how many devices XLA will partition the module being lowered by itself (1 inside shard_map)."""
+    axis_context = ctx.module_context.axis_context
+    if hasattr(axis_context, "num_devices"):  # ShardingContext: jit; SPMDAxisContext: shard_map
+        return int(axis_context.num_devices)
+    return 1
+
+
+def lower_fun(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A lowering rule that traces `fun` (list of outputs) in place of the primitive."""
+    return mlir.lower_fun(fun, multiple_results=True)
+
+
+def is_tracer(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def instantiate_zeros(tangent: Any) -> Any:
+    return ad.instantiate_zeros(tangent)
+
+
+def is_zero_tangent(tangent: Any) -> bool:
+    return isinstance(tangent, ad.Zero)
+
+
+def zero_tangent(primal_out: Any) -> Any:
+    return ad.Zero(_core.get_aval(primal_out).to_tangent_aval())

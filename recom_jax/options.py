@@ -1,0 +1,75 @@
+"""The options, and the only place that reads environment variables.
+
+``RECOM_DUMP_DIR``  folder that receives each stage's printed form, one file a stage (default: none)
+``RECOM_VERIFY``    1: run the IR verifier after each pass (default: 0; the test-suite sets 1)
+``RECOM_DISABLE``   comma-separated names of rewrites to leave out, as `Options.disable`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+
+from recom_jax.errors import OptionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `recom_jax.optimize` may do. Frozen and hashable: it is part of every cache key.
+
+    Attributes:
+      fast_ids: fuse ids that pass through log, exp, pow or chained float arithmetic as well; their value
+        may then differ from XLA's in the last bit, so an id may differ (default False: XLA computes them).
+      disable: names of rewrites to leave out (``recom_jax.simplify.NAMES`` lists them), for ablation and
+        debugging; results stay right.
+      small_table_bytes: `bind` copies tables up to this size (bytes) into one arena; larger ones are passed
+        as they are, at no memory cost.
+      ring_slots: staging slots `bind` keeps per batch signature; leases block when all are taken.
+      lease_timeout_s: seconds a lease waits for a free slot before `LeaseError`.
+      verify: run the IR verifier after each pass; None reads ``RECOM_VERIFY``.
+      dump_dir: folder for stage dumps; None reads ``RECOM_DUMP_DIR``.
+    """
+
+    fast_ids: bool = False
+    disable: tuple[str, ...] = ()
+    small_table_bytes: int = 1 << 20
+    ring_slots: int = 8
+    lease_timeout_s: float = 60.0
+    verify: bool | None = None
+    dump_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        from recom_jax.simplify import NAMES
+
+        if isinstance(self.disable, str):
+            raise OptionError(f"Options.disable is a tuple of names, not the string {self.disable!r}")
+        object.__setattr__(self, "disable", tuple(self.disable))
+        for name in self.disable:
+            if name not in NAMES:
+                raise OptionError(f"Options.disable: no rewrite is named {name!r}; there are {sorted(NAMES)}")
+        if self.ring_slots < 1:
+            raise OptionError(f"Options.ring_slots is at least 1, not {self.ring_slots}")
+        if self.small_table_bytes < 0:
+            raise OptionError(f"Options.small_table_bytes is at least 0, not {self.small_table_bytes}")
+
+    @property
+    def verifies(self) -> bool:
+        return _flag("RECOM_VERIFY") if self.verify is None else self.verify
+
+    @property
+    def dumps_to(self) -> pathlib.Path | None:
+        path = self.dump_dir or os.environ.get("RECOM_DUMP_DIR")
+        return pathlib.Path(path) if path else None
+
+    @property
+    def disabled(self) -> frozenset[str]:
+        names = os.environ.get("RECOM_DISABLE", "")
+        return frozenset(self.disable) | {n.strip() for n in names.split(",") if n.strip()}
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "0")
+    if value not in ("0", "1", ""):
+        raise OptionError(f"{name} is 0 or 1, not {value!r}")
+    return value == "1"
