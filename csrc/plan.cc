@@ -347,6 +347,7 @@ struct Plan::Builder {
     // At least two tiles a thread, so that threads write disjoint rows; but no tile shorter than
     // the fixed cost of visiting a column is worth.
     const int64_t even = (bags + 2 * plan.threads_ - 1) / (2 * plan.threads_);
+    if (getenv("TILE")) return atoi(getenv("TILE"));
     return std::min<int64_t>(std::max<int64_t>(even, 32), kMaxTile);
   }
 };

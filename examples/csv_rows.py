@@ -52,7 +52,8 @@ class RowReader:
     """Iterates over batches of `batch_size` rows (the last one may be smaller); may be iterated again.
 
     After or during an iteration, `rows` and `skipped` count the good and the malformed lines so far, and
-    `problems` holds the first ten errors.
+    `problems` holds the first ten errors. A line longer than `block_bytes` ends the reading with an error
+    whatever `on_error` says.
     """
 
     error: ClassVar[type[FormatError]] = FormatError
@@ -125,7 +126,7 @@ class RowReader:
         ragged: deque[tuple[int, int, str]] = deque()
 
         def keep(row: Any) -> str:
-            ragged.append((row.number, row.actual_columns, row.text))
+            ragged.append((row.number, row.actual_columns, _from_latin1(row.text)))
             return "skip"
 
         next_line = 1 + layout.header
@@ -137,6 +138,7 @@ class RowReader:
                     skip_rows=int(layout.header),
                     use_threads=False,  # only then does pyarrow tell line numbers
                     block_size=self.block_bytes,
+                    encoding="latin1",  # any byte is text then, so no byte can stop the handler
                 ),
                 pa.csv.ParseOptions(
                     delimiter=layout.delimiter,
@@ -158,7 +160,8 @@ class RowReader:
                 self._report(bad)
                 yield block.filter(pa.array(~np.isin(lines, list(bad))))
         except pa.ArrowInvalid as problem:
-            raise self.error(self.path, next_line, None, "readable rows", str(problem)) from problem
+            expected = f"lines shorter than {self.block_bytes} bytes"
+            raise self.error(self.path, next_line, None, expected, str(problem)) from problem
         self._report({line: self._wrong_fields(line, n, text, names) for line, n, text in ragged})
 
     def _first_line(self) -> str:
@@ -173,7 +176,7 @@ class RowReader:
         for column, ok, expected in self.checks(block):
             for row in np.flatnonzero(~ok):
                 line = int(lines[row])
-                found = block.column(column)[int(row)].as_py().decode("utf-8", "replace")
+                found = _from_latin1(block.column(column)[int(row)].as_py().decode())
                 bad.setdefault(line, self.error(self.path, line, column, expected, found))
         return bad
 
@@ -188,6 +191,10 @@ class RowReader:
             self.skipped += 1
             if len(self.problems) < 10:
                 self.problems.append(bad[line])
+
+
+def _from_latin1(text: str) -> str:
+    return text.encode("latin1").decode("utf-8", "replace")
 
 
 def _line_numbers(first: int, count: int, ragged: Sequence[tuple[int, int, str]]) -> np.ndarray:

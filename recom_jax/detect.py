@@ -160,7 +160,9 @@ class Detector:
 
     def literal_dim(self, size: int) -> DimLike:
         """A size written in the program: a symbol of its own unless it is 1 (it may turn out to be the batch)."""
-        return 1 if size == 1 else self.unifier.fresh("n", size, literal=True)
+        if not isinstance(size, (int, np.integer)):
+            raise Refuse("a size that is symbolic in this trace (jax.export)")
+        return 1 if size == 1 else self.unifier.fresh("n", int(size), literal=True)
 
     def join(self, shapes: Sequence[Shape]) -> Shape:
         """The common shape of an elementwise operation; scalars fit everything, size 1 stretches."""
@@ -308,10 +310,18 @@ def leaves(value: Val) -> list[Any]:
     return list(found.values())
 
 
+_NAMES: dict[Any, str] = {}
+
+
 def dtype_name(aval: Any) -> str:
-    name = str(getattr(aval, "dtype", "no dtype"))
+    dtype = getattr(aval, "dtype", "no dtype")
+    name = _NAMES.get(dtype)  # asking numpy for a name costs microseconds
+    if name is None:
+        name = _NAMES[dtype] = str(dtype)
     if name not in DTYPES:
         raise Refuse(f"values of type {name}")
+    if not all(isinstance(n, int) for n in aval.shape):
+        raise Refuse("a size that is symbolic in this trace (jax.export)")
     return name
 
 

@@ -182,7 +182,7 @@ def _broadcast_in_dim(d: Detector, eqn: Any) -> Val:
         if old[k] == sizes[axis]:
             shape[axis] = v.shape[k]
             keeps.append((k, axis))
-    new = tuple(d.literal_dim(int(n)) if s is None else s for s, n in zip(shape, sizes, strict=True))
+    new = tuple(d.literal_dim(n) if s is None else s for s, n in zip(shape, sizes, strict=True))
 
     def f(strides: ir.Strides, offset: DimLike) -> tuple[ir.Strides, DimLike]:
         out: list[DimLike] = [0] * len(sizes)
@@ -224,7 +224,7 @@ def _slice(d: Detector, eqn: Any) -> Val:
     shape = tuple(
         v.shape[k] if sizes[k] == old[k] else
         v.shape[k] - int(p["start_indices"][k]) if p["limit_indices"][k] == old[k] and steps[k] == 1 and old[k] > 1
-        else d.literal_dim(int(sizes[k]))
+        else d.literal_dim(sizes[k])
         for k in range(len(old)))
     starts = p["start_indices"]
 
@@ -252,7 +252,7 @@ def _split(d: Detector, eqn: Any) -> list[Val | None]:
     v = d.val(eqn.invars[0])
     axis, out, start = eqn.params["axis"], [], 0
     for size in eqn.params["sizes"]:
-        shape = tuple(d.literal_dim(int(size)) if k == axis else s for k, s in enumerate(v.shape))
+        shape = tuple(d.literal_dim(size) if k == axis else s for k, s in enumerate(v.shape))
 
         def f(strides: ir.Strides, offset: DimLike, at: int = start) -> tuple[ir.Strides, DimLike]:
             return strides, offset + strides[axis] * at
@@ -267,7 +267,7 @@ def _iota(d: Detector, eqn: Any) -> Val:
     if ir.is_float(dtype):
         raise Refuse("a float iota")
     axis = eqn.params["dimension"]
-    shape = tuple(d.literal_dim(int(n)) for n in eqn.outvars[0].aval.shape)
+    shape = tuple(d.literal_dim(n) for n in eqn.outvars[0].aval.shape)
     return Val(shape, d.pool.affine(dtype, 0, tuple(int(k == axis) for k in range(len(shape)))))
 
 
@@ -308,7 +308,7 @@ def _new_shape(d: Detector, dims: Shape, old: Sequence[int], new: Sequence[int])
     """Names the sizes of a reshape's result by provenance where a factor is recognisable."""
     shape: list[DimLike] = []
     if 0 in old:
-        return tuple(d.literal_dim(int(n)) for n in new)
+        return tuple(d.literal_dim(n) for n in new)
     for olds, news in _groups(old, new):
         whole = product([dims[k] for k in olds])
         real = [j for j in news if new[j] != 1]
@@ -332,7 +332,7 @@ def _new_shape(d: Detector, dims: Shape, old: Sequence[int], new: Sequence[int])
         if len(named) == len(real) - 1 and real:
             named[real[0]] = left
         for j in news:
-            shape.append(1 if new[j] == 1 else named.get(j, 0) or d.literal_dim(int(new[j])))
+            shape.append(1 if new[j] == 1 else named.get(j, 0) or d.literal_dim(new[j]))
     return tuple(shape)
 
 
@@ -520,6 +520,7 @@ RULES: dict[str, Rule] = {
     "select_n": _select_n, "clamp": _clamp, "convert_element_type": _convert_rule,
     "bitcast_convert_type": _bitcast, "integer_pow": _integer_pow, "square": _integer_pow, "round": _round,
     "copy": _identity, "copy_p": _identity, "stop_gradient": _identity,
+    "pvary": _identity, "pcast": _identity,
     "broadcast_in_dim": _broadcast_in_dim, "transpose": _transpose, "squeeze": _squeeze,
     "expand_dims": _expand_dims, "slice": _slice, "rev": _rev, "split": _split, "iota": _iota,
     "reshape": _reshape, "concatenate": _concatenate, "stack": _stack, "jit": _call, "pjit": _call,

@@ -7,6 +7,7 @@ understood is recorded with a reason, for `explain`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -88,21 +89,26 @@ def _exact_index(d: Detector, atom: Any) -> Val:
     return v
 
 
-def _index_component(d: Detector, indices: Val, k: int) -> ir.Expr:
-    """Component k of start indices [..., n] as an expression over the leading axes."""
-    rank = len(indices.shape) - 1
+def _index_component(d: Detector, indices: Val, k: int, rank: int | None = None,
+                     axes: Sequence[int] | None = None) -> ir.Expr:
+    """Component k of start indices [..., n] as an expression over `rank` axes, its own leading ones at `axes`."""
+    own = len(indices.shape) - 1
+    size, places = (own, range(own)) if rank is None or axes is None else (rank, axes)
+
+    def place(strides: ir.Strides) -> ir.Strides:
+        out: list[DimLike] = [0] * size
+        for s, axis in zip(strides, places, strict=False):
+            out[axis] = s
+        return tuple(out)
+
     if indices.expr is None:
         value = d.unifier.value
         for p in indices.parts:
             if value(p.offset) == k and all(value(n) == value(m) for n, m in zip(p.shape[:-1], indices.shape[:-1],
                                                                                  strict=True)) and p.shape[-1] == 1:
-                return d.pool.remap(p.expr, rank + 1, lambda s, o: (s[:rank], o))
+                return d.pool.remap(p.expr, own + 1, lambda s, o: (place(s[:own]), o))
         raise Refuse("start indices put together in an unusual way")
-
-    def f(strides: ir.Strides, offset: DimLike) -> tuple[ir.Strides, DimLike]:
-        return strides[:rank], offset + strides[rank] * k
-
-    return d.pool.remap(indices.expr, rank + 1, f)
+    return d.pool.remap(indices.expr, own + 1, lambda s, o: (place(s[:own]), o + s[own] * k if k else o))
 
 
 def _gather(d: Detector, eqn: Any) -> Val | None:
@@ -116,7 +122,8 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
     shape_t = operand.aval.shape
     batch = tuple(getattr(dims, "operand_batching_dims", ()))
     start_batch = tuple(getattr(dims, "start_indices_batching_dims", ()))
-    if len(shape_t) == 3 and batch != (0,):
+    every = len(shape_t) == 3 and not batch and sizes[0] == shape_t[0] and 0 not in dims.collapsed_slice_dims
+    if len(shape_t) == 3 and batch != (0,) and not every:
         raise Refuse("a rank-3 table that is not read along a batch of tables")
     row_axis = len(shape_t) - 2
     if row_axis not in dims.start_index_map:
@@ -126,10 +133,9 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
     if sizes[-1] != shape_t[-1] and len(shape_t) == 3:
         raise Refuse("a gather of part of a stacked table's row")
     indices = _exact_index(d, start)
-    n_batch = len(start.aval.shape) - 1
     out_rank = len(eqn.outvars[0].aval.shape)
     batch_axes = [k for k in range(out_rank) if k not in dims.offset_dims]
-    idx_old = _index_component(d, indices, dims.start_index_map.index(row_axis))
+    idx = _index_component(d, indices, dims.start_index_map.index(row_axis), out_rank, batch_axes)
     base = 0
     if row_axis + 1 in dims.start_index_map:
         column = _index_component(d, indices, dims.start_index_map.index(row_axis + 1))
@@ -137,13 +143,6 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
             raise Refuse("a gather at a computed column")
         base = min(max(int(column.value), 0), int(shape_t[-1]) - sizes[-1])
 
-    def f(strides: ir.Strides, offset: DimLike) -> tuple[ir.Strides, DimLike]:
-        out: list[DimLike] = [0] * out_rank
-        for k, axis in enumerate(batch_axes):
-            out[axis] = strides[k]
-        return tuple(out), offset
-
-    idx = d.pool.remap(idx_old, n_batch, f)
     # Offset axes are the operand's axes that are neither collapsed nor batched, in order.
     gone = set(dims.collapsed_slice_dims) | set(batch)
     offset_of = dict(zip([k for k in range(len(shape_t)) if k not in gone], dims.offset_dims, strict=True))
@@ -157,7 +156,11 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
         shape[axis] = indices.shape[k]
     shape[feature] = sizes[-1]  # a table's sizes are fixed numbers: they are facts of its class
     cols = tuple(int(k == feature) for k in range(out_rank))
-    shift = tuple(int(shape_t[1]) if batch and k == batch_axes[start_batch[0]] else 0 for k in range(out_rank))
+    # Stacked tables: table t's rows start at t * rows, for the table of this element or for every table.
+    tables = batch_axes[start_batch[0]] if batch else offset_of[0] if every else None
+    if every:
+        shape[offset_of[0]] = int(shape_t[0])
+    shift = tuple(int(shape_t[1]) if k == tables else 0 for k in range(out_rank))
     mode = str(p["mode"]).rsplit(".", 1)[-1].lower()
     if "fill" in mode:
         mode, fill = "fill", _fill_value(p["fill_value"], operand.aval.dtype)

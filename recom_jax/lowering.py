@@ -103,6 +103,8 @@ def _batch(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, call: Fu
     """vmap of the original columns, put through the compiler again."""
     from recom_jax.api import fuse_flat
 
+    if all(d is None for d in dims):  # nothing of this call is batched
+        return list(fused_p.bind(*args, call=call)), [None] * len(call.out_avals)
     batched = jax.vmap(call.fallback, in_axes=tuple(dims), out_axes=0, axis_size=axis_data.size,
                        axis_name=axis_data.name, spmd_axis_name=axis_data.spmd_name)
     outs = batched(*args) if call.packed else fuse_flat(batched, args, call.options)

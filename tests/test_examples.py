@@ -455,8 +455,20 @@ def test_criteo_wrong_header(tmp_path: pathlib.Path) -> None:
 
 def test_criteo_overlong_line_is_an_error(tsv: pathlib.Path) -> None:
     write(tsv, criteo_line(), "x" * 20_000, criteo_line())
-    with pytest.raises(CriteoFormatError):
-        list(CriteoReader(tsv, block_bytes=4000))
+    for policy in ("raise", "skip"):
+        with pytest.raises(
+            CriteoFormatError, match="line 2: expected lines shorter than 4000 bytes"
+        ):
+            list(CriteoReader(tsv, block_bytes=4000, on_error=policy))  # type: ignore[arg-type]
+
+
+def test_criteo_lines_that_are_not_text(tsv: pathlib.Path) -> None:
+    good = criteo_line().encode()
+    tsv.write_bytes(good + b"\n\xff\xfe\x00\n" + good.replace(b"000000c8", b"000000\xff8"))
+    reader = CriteoReader(tsv, on_error="skip")
+    assert len(collect(reader)["label"]) == 1
+    assert reader.skipped == 2
+    assert [(p.line, p.column) for p in reader.problems] == [(2, None), (3, "C1")]
 
 
 def test_criteo_vocabulary_is_checked() -> None:
