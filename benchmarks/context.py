@@ -25,7 +25,7 @@ class Settings:
     large_rows: int = 2**20
     batch: int = 256
     batches: tuple[int, ...] = (32, 256, 2048)
-    plan: Plan = Plan()
+    plan: Plan = dataclasses.field(default_factory=Plan)
     processes: int = 3
 
     @classmethod
@@ -45,11 +45,13 @@ class Progressing:
         """Says what goes on, and how long it took."""
         begun = time.monotonic()
         if self.console.is_terminal:
-            with self.console.status(what):
+            with self.console.status(what, refresh_per_second=2):
                 yield
         else:
             yield
-        self.console.print(f"  {what}: {time.monotonic() - begun:.1f} s", highlight=False)
+        seconds = time.monotonic() - begun
+        if seconds >= 1:
+            self.console.print(f"  {what}: {seconds:.1f} s", highlight=False, soft_wrap=True)
 
     def track(self, rounds: Iterable[int], what: str, total: int) -> Iterator[int]:
         """The rounds, with a bar."""

@@ -2,7 +2,7 @@
 
 import datetime
 import hashlib
-import importlib
+import importlib.metadata
 import os
 import pathlib
 import platform
@@ -11,7 +11,6 @@ import subprocess
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -53,13 +52,14 @@ def compiler() -> str | None:
 def versions() -> dict[str, Any]:
     """Versions of what is measured, and the instruction set that our extension picked."""
     from recom_jax import ffi
+    from recom_jax.version import __version__
 
     return {
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "numpy": np.__version__,
-        "recom_jax": importlib.import_module("recom_jax").__version__,
+        "recom_jax": __version__,
         "compiler": compiler(),
         "isa": ffi.extension().program_stats().get("isa"),
     }
@@ -78,7 +78,10 @@ def commit() -> dict[str, Any]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     changed = git("status", "--porcelain", "--", "recom_jax", "csrc", "examples", "benchmarks/*.py")
-    return {"commit": git("rev-parse", "HEAD"), "modified": None if changed is None else bool(changed)}
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "modified": None if changed is None else bool(changed),
+    }
 
 
 def now() -> str:
@@ -105,7 +108,7 @@ def key(machine: dict[str, Any], versions: dict[str, Any]) -> str:
 
 
 def peak_memory_mib() -> float:
-    """The most memory that this process has held, MiB.
+    """The most memory that this process has held, MiB, since `reset_peak_memory` if that worked.
 
     `ru_maxrss` of a fresh process starts at what its *parent* held when it called exec, so Linux's
     own count for the address space (VmHWM) is read instead; ru_maxrss stands in where there is none.
@@ -116,6 +119,15 @@ def peak_memory_mib() -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def reset_peak_memory() -> bool:
+    """Lets `peak_memory_mib` count from now on; False where the system can't."""
+    try:
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def memory_mib() -> float | None:

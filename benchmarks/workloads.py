@@ -121,7 +121,9 @@ def _criteo(vocabulary: int, dim: int, mlp: bool) -> Workload:
 
     def batches(size: int, count: int) -> list[Batch]:
         made = [model.batch(size, seed) for seed in range(count)]
-        return [{k: v for k, v in b.items() if k != "label" and (mlp or k != "dense")} for b in made]
+        return [
+            {k: v for k, v in b.items() if k != "label" and (mlp or k != "dense")} for b in made
+        ]
 
     return Workload(
         name="criteo_dlrm",

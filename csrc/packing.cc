@@ -866,13 +866,20 @@ py::array TakeArray(Lease& lease) {
   }
 }
 
+std::atomic<int64_t> live_views{0};
+
 struct ViewHold {
   std::shared_ptr<Lease> lease;
   std::shared_ptr<Occupancy> occupancy;
   size_t place;
   ViewHold(std::shared_ptr<Lease> lease_in, size_t place_in)
-      : lease(std::move(lease_in)), occupancy(lease->hold), place(place_in) {}
-  ~ViewHold() { lease->views[place] = nullptr; }
+      : lease(std::move(lease_in)), occupancy(lease->hold), place(place_in) {
+    ++live_views;
+  }
+  ~ViewHold() {
+    --live_views;
+    lease->views[place] = nullptr;
+  }
 };
 
 py::array ViewOf(const std::shared_ptr<Lease>& lease, int64_t i) {
@@ -938,6 +945,22 @@ std::shared_ptr<Lease> LeaseOf(py::handle object) {
   if (slot < 0) return nullptr;
   std::lock_guard<std::mutex> lock(ring->mutex);
   return ring->leases[slot].lock();
+}
+
+// The lease of the first leaf that lies in a slot, if any. Free of charge while no view is alive.
+std::shared_ptr<Lease> LeaseAmong(const py::object& leaves) {
+  if (live_views == 0) return nullptr;
+  if (!PyList_Check(leaves.ptr()) && !PyTuple_Check(leaves.ptr()))
+    throw py::type_error("lease_among takes a list or tuple of leaves");
+  PyObject* const* items = PySequence_Fast_ITEMS(leaves.ptr());
+  for (py::ssize_t i = 0, n = PySequence_Fast_GET_SIZE(leaves.ptr()); i < n; ++i) {
+    // A view has a base; an array that owns its memory cannot lie in a slot.
+    if (Py_TYPE(items[i]) == npy_api::get().PyArray_Type_ &&
+        py::detail::array_proxy(items[i])->base == nullptr)
+      continue;
+    if (auto lease = LeaseOf(items[i])) return lease;
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -1038,6 +1061,8 @@ void bind_packing(py::module_& module) {
       py::arg("specs"));
   module.def("lease_of", &LeaseOf, py::arg("array"),
              "The Slot that leased an array's memory (any ring's), or None.");
+  module.def("lease_among", &LeaseAmong, py::arg("leaves"),
+             "lease_of the first leaf that lies in a slot, or None.");
   module.def(
       "live_pack_bytes", [] { return live_bytes.load(); },
       "Bytes of all rings and arenas that are alive.");

@@ -16,7 +16,7 @@
 namespace recom {
 namespace {
 
-constexpr int64_t kLimit = int64_t{1} << 46;     // of any count of items
+constexpr int64_t kLimit = int64_t{1} << 40;     // of any count of items
 constexpr int64_t kRowElements = 1 << 16;        // of one materialised row register
 constexpr int64_t kSmallWork = 20000;            // element operations that one thread does at once
 constexpr size_t kMaxPlans = 16;                 // per program
@@ -344,10 +344,9 @@ struct Plan::Builder {
   }
 
   int64_t tile_for(int64_t bags) {
-    // At least two tiles a thread, so that threads write disjoint rows; but no tile shorter than
-    // the fixed cost of visiting a column is worth.
-    const int64_t even = (bags + 2 * plan.threads_ - 1) / (2 * plan.threads_);
-    if (getenv("TILE")) return atoi(getenv("TILE"));
+    // A tile a thread, so that threads write disjoint rows; but no tile shorter than the fixed
+    // cost of visiting a column is worth. Blocks of columns do the balancing.
+    const int64_t even = (bags + plan.threads_ - 1) / plan.threads_;
     return std::min<int64_t>(std::max<int64_t>(even, 32), kMaxTile);
   }
 };

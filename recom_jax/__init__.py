@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from recom_jax import errors, ffi
 from recom_jax.api import OptimizedFunction, optimize, stats
-from recom_jax.errors import (ArgumentError, BatchError, BindError, EncodeError, LeaseError, OptionError,
-                              PlatformError, RecomError, TraceError, VerifyError)
+from recom_jax.errors import (
+                              ArgumentError,
+                              BatchError,
+                              BindError,
+                              EncodeError,
+                              LeaseError,
+                              OptionError,
+                              PlatformError,
+                              RecomError,
+                              TraceError,
+                              VerifyError,
+)
 from recom_jax.explain import ColumnReport, Report
 from recom_jax.options import Options
 from recom_jax.version import __version__

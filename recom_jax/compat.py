@@ -33,6 +33,11 @@ def fresh_var(aval: Any) -> Any:
     return _core.Var(aval)
 
 
+def is_drop(var: Any) -> bool:
+    """Whether a variable is the placeholder of an unused output."""
+    return isinstance(var, DropVar)
+
+
 def open_jaxpr(closed: Any) -> Any:
     """The inner jaxpr (with ``constvars``, ``invars``, ``eqns``) of a closed one."""
     return closed.jaxpr

@@ -18,6 +18,7 @@ import numpy as np
 from recom_jax import compat, ir
 from recom_jax.shape_solver.dims import DimLike
 from recom_jax.shape_solver.unify import Unifier
+from recom_jax.subgraph import producers
 
 Shape = tuple[DimLike, ...]
 
@@ -122,6 +123,7 @@ class Detector:
         self.reads: list[Read] = []
         self.notes: dict[int, list[str]] = {}
         self.value_of: dict[int, Any] = {}
+        self._made_by: dict[int, tuple[Any, int]] | None = None
         self.extra_consts: list[tuple[Any, Any]] = []
         jaxpr = compat.open_jaxpr(closed)
         self.arguments = frozenset(map(id, (*jaxpr.invars, *jaxpr.constvars)))
@@ -205,19 +207,26 @@ class Detector:
             raise Refuse("a concatenation used as a value")
         return v.expr
 
+    def made_by(self) -> dict[int, tuple[Any, int]]:
+        """id of a variable -> (its equation, which output)."""
+        if self._made_by is None:
+            self._made_by = producers(compat.open_jaxpr(self.closed).eqns)
+        return self._made_by
+
     def note(self, e: ir.Expr, rewrite: str) -> None:
         self.notes.setdefault(id(e), []).append(rewrite)
 
     # ---- propagation ------------------------------------------------------------------------------------
 
     def run(self) -> Detected:
+        from recom_jax.detect_bags import BAG_RULES
         from recom_jax.detect_rules import RULES
         from recom_jax.detect_tables import TABLE_RULES, refused_read
 
         jaxpr = compat.open_jaxpr(self.closed)
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            rule = RULES.get(name) or TABLE_RULES.get(name)
+            rule = RULES.get(name) or TABLE_RULES.get(name) or BAG_RULES.get(name)
             reads_before = len(self.reads)
             if rule is None:
                 refused_read(self, eqn, None)
@@ -230,6 +239,12 @@ class Detector:
             except (Refuse, ir.NotAffine) as why:
                 del self.reads[reads_before:]
                 refused_read(self, eqn, str(why))
+                continue
+            except Exception as why:  # a defect of ours in one rule costs one column its fusion, not the user a call
+                if self.options.verifies:
+                    raise
+                del self.reads[reads_before:]
+                refused_read(self, eqn, f"recom_jax failed on it ({type(why).__name__}: {why}); please report")
                 continue
             if out is None:
                 continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from recom_jax import compat, ir
+from recom_jax import ir
 from recom_jax.detect import Detector, Part, Refuse, Shape, Val, dtype_name, row_major
 from recom_jax.shape_solver.dims import DimLike, exact_div, product
 
@@ -27,6 +27,7 @@ UNARY = {
     "is_finite": "is_finite", "population_count": "popcnt", "clz": "clz",
 }
 ARITHMETIC = frozenset(("add", "sub", "mul", "div", "sqrt"))
+MOST_LOOKUPS = 100  # in one expression: what walks expressions recurses, and a sum of n lookups is n deep
 SAFE_16BIT = frozenset(("max", "min", "eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "is_finite"))
 
 
@@ -38,6 +39,8 @@ def elementwise(d: Detector, name: str, dtype: str, args: Sequence[ir.Expr]) -> 
     on looked-up rows that are not pooled the operation is refused.
     """
     of = args[0].dtype
+    if sum(a.takes for a in args) > MOST_LOOKUPS:
+        raise Refuse(f"more than {MOST_LOOKUPS} lookups in one expression")
     if any(ir.is_16bit(a.dtype) for a in args) and name not in SAFE_16BIT:
         raise Refuse(f"{of} arithmetic: XLA may keep or drop intermediate precision")
     exact, arith = True, False
@@ -508,7 +511,7 @@ def _feature_axes(e: ir.Expr) -> set[int]:
 
 def _call(d: Detector, eqn: Any) -> Val | None:
     """A jit call that stayed a call: `digitize` or `searchsorted` (see templates)."""
-    from recom_jax.detect_tables import search
+    from recom_jax.detect_search import search
 
     return search(d, eqn)
 

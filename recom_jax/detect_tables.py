@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from recom_jax import compat, ir, templates
-from recom_jax.detect import Detector, Read, Refuse, Shape, Val, dtype_name
-from recom_jax.detect_rules import Rule, convert, identity_of, reduce_axes
-from recom_jax.shape_solver import proofs
+from recom_jax.detect import Detector, Read, Refuse, Val, dtype_name, row_major
+from recom_jax.detect_rules import Rule, convert
+from recom_jax.detect_search import gather_of_unique
 from recom_jax.shape_solver.dims import DimLike
 
 # (name, dtype, constant arguments) applied to the looked-up rows, innermost first.
@@ -38,6 +38,8 @@ def base_table(d: Detector, atom: Any) -> tuple[Any, ir.Expr] | None:
     load = loads[0]
     if id(load.var) not in d.arguments or load.var.aval.shape != atom.aval.shape:
         return None
+    if load.offset != 0 or load.strides != row_major(d.val(load.var).shape):
+        return None  # transposed, reversed: its rows do not lie where the argument's do
     return load.var, v.expr
 
 
@@ -64,7 +66,7 @@ def _rows_expr(d: Detector, table_expr: ir.Expr, take: ir.Expr) -> ir.Expr:
     return rebuild(table_expr)
 
 
-def _make_take(d: Detector, eqn: Any, table: Any, table_expr: ir.Expr, idx: ir.Expr, *, rows: int, width: int,
+def make_take(d: Detector, eqn: Any, table: Any, table_expr: ir.Expr, idx: ir.Expr, *, rows: int, width: int,
                base: int, cols: ir.Strides, shift: ir.Strides, mode: str, fill: Any, one_hot: bool = False) -> ir.Expr:
     for axis in d.val(table).shape:
         d.unifier.pin(axis)
@@ -77,7 +79,7 @@ def _make_take(d: Detector, eqn: Any, table: Any, table_expr: ir.Expr, idx: ir.E
     return _rows_expr(d, table_expr, take)
 
 
-def _exact_index(d: Detector, atom: Any) -> Val:
+def exact_index(d: Detector, atom: Any) -> Val:
     """The ids: by the program itself when that is bit-exact, else as XLA computes them."""
     v = d.val(atom)
     if v.expr is not None and not v.expr.exact and not d.options.fast_ids:
@@ -89,7 +91,7 @@ def _exact_index(d: Detector, atom: Any) -> Val:
     return v
 
 
-def _index_component(d: Detector, indices: Val, k: int, rank: int | None = None,
+def index_component(d: Detector, indices: Val, k: int, rank: int | None = None,
                      axes: Sequence[int] | None = None) -> ir.Expr:
     """Component k of start indices [..., n] as an expression over `rank` axes, its own leading ones at `axes`."""
     own = len(indices.shape) - 1
@@ -115,7 +117,7 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
     operand, start = eqn.invars
     found = base_table(d, operand)
     if found is None:
-        return None
+        return gather_of_unique(d, eqn)
     table, table_expr = found
     p = eqn.params
     dims, sizes = p["dimension_numbers"], tuple(int(n) for n in p["slice_sizes"])
@@ -132,16 +134,23 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
         raise Refuse("a gather of several rows at once")
     if sizes[-1] != shape_t[-1] and len(shape_t) == 3:
         raise Refuse("a gather of part of a stacked table's row")
-    indices = _exact_index(d, start)
+    indices = exact_index(d, start)
     out_rank = len(eqn.outvars[0].aval.shape)
     batch_axes = [k for k in range(out_rank) if k not in dims.offset_dims]
-    idx = _index_component(d, indices, dims.start_index_map.index(row_axis), out_rank, batch_axes)
+    idx = index_component(d, indices, dims.start_index_map.index(row_axis), out_rank, batch_axes)
     base = 0
-    if row_axis + 1 in dims.start_index_map:
-        column = _index_component(d, indices, dims.start_index_map.index(row_axis + 1))
-        if not isinstance(column, ir.Const):
+    clips = "fill" not in str(p["mode"]).lower()
+    if row_axis + 1 in dims.start_index_map and not (clips and sizes[-1] == shape_t[-1]):
+        from recom_jax.simplify.facts import Facts
+
+        column = Facts({}).of(index_component(d, indices, dims.start_index_map.index(row_axis + 1)))
+        if not column.is_const:
             raise Refuse("a gather at a computed column")
-        base = min(max(int(column.value), 0), int(shape_t[-1]) - sizes[-1])
+        base = min(max(int(column.lo), 0), int(shape_t[-1]) - sizes[-1])
+        if not clips and base != column.lo:
+            raise Refuse("a gather outside the table's columns")
+    if row_axis != 0 and 0 in dims.start_index_map:
+        raise Refuse("a gather that also chooses the table")
 
     # Offset axes are the operand's axes that are neither collapsed nor batched, in order.
     gone = set(dims.collapsed_slice_dims) | set(batch)
@@ -170,7 +179,7 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
         raise Refuse(f"gather mode {mode}")
     if not isinstance(table_expr, ir.Load) and mode == "fill":
         fill = _unconverted_fill(fill, table_expr)
-    expr = _make_take(d, eqn, table, table_expr, idx, rows=int(shape_t[row_axis]), width=int(shape_t[-1]), base=base,
+    expr = make_take(d, eqn, table, table_expr, idx, rows=int(shape_t[row_axis]), width=int(shape_t[-1]), base=base,
                       cols=cols, shift=shift, mode=mode, fill=fill)
     return Val(tuple(shape), expr)
 
@@ -210,231 +219,11 @@ def _dynamic_slice(d: Detector, eqn: Any) -> Val | None:
     sizes = tuple(int(n) for n in eqn.params["slice_sizes"])
     if sizes != (1, width):
         raise Refuse("a slice of several rows at once")
-    idx_val = _exact_index(d, starts[0]) if not isinstance(starts[0], compat.Literal) else d.val(starts[0])
+    idx_val = exact_index(d, starts[0]) if not isinstance(starts[0], compat.Literal) else d.val(starts[0])
     idx = d.pool.remap(d.one(idx_val), 0, lambda s, o: ((0, 0), o))
-    expr = _make_take(d, eqn, table, table_expr, idx, rows=rows, width=width, base=0, cols=(0, 1), shift=(0, 0),
+    expr = make_take(d, eqn, table, table_expr, idx, rows=rows, width=width, base=0, cols=(0, 1), shift=(0, 0),
                       mode="clip", fill=0)
     return Val((1, width), expr)
-
-
-# ---- one-hot -------------------------------------------------------------------------------------------------
-
-
-def _one_hot_ids(e: ir.Expr, axis: int) -> ir.Expr | None:
-    """`ids` where `e` is ``convert(eq(ids, iota over axis))``, else None."""
-    if not (isinstance(e, ir.Op) and e.name == "convert"):
-        return None
-    eq = e.args[0]
-    if not (isinstance(eq, ir.Op) and eq.name == "eq"):
-        return None
-    memo: dict[int, frozenset[int]] = {}
-    for ids, iota in (eq.args, eq.args[::-1]):
-        if isinstance(iota, ir.Affine) and iota.offset == 0 and all(
-                s == int(k == axis) for k, s in enumerate(iota.strides)) and axis not in ir.depends(ids, memo):
-            return ids
-    return None
-
-
-def _dot_general(d: Detector, eqn: Any) -> Val | None:
-    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
-    lhs, rhs = eqn.invars
-    found = base_table(d, rhs) if not lb and tuple(rc) == (0,) and len(lc) == 1 else None
-    if found is not None and len(rhs.aval.shape) == 2:
-        one_hot = _one_hot_product(d, eqn, lhs, int(lc[0]), *found)
-        if one_hot is not None:
-            return one_hot
-    return _weighted_bag(d, eqn)
-
-
-def _one_hot_product(d: Detector, eqn: Any, lhs: Any, contract: int, table: Any, table_expr: ir.Expr) -> Val | None:
-    try:
-        left = d.val(lhs)
-    except Refuse:
-        return None
-    if left.expr is None or left.takes:
-        return None
-    pooled = left.expr if isinstance(left.expr, ir.Reduce) and left.expr.kind == "sum" else None
-    ids = _one_hot_ids(pooled.arg if pooled is not None else left.expr, contract)
-    if ids is None:
-        return None
-    if "one-hot-to-lookup" in d.disabled:
-        raise Refuse("rewrite one-hot-to-lookup is disabled")
-    if not ids.exact and not d.options.fast_ids:
-        raise Refuse("one-hot ids that pass through float arithmetic")
-    dtype = dtype_name(eqn.outvars[0].aval)
-    if not isinstance(table_expr, ir.Load) or dtype != table_expr.dtype or not ir.is_float(dtype):
-        raise Refuse("a one-hot product that changes the dtype")
-    rows, width = (int(n) for n in table.aval.shape)
-    rank = len(left.shape)
-    extra = len(pooled.sizes) if pooled is not None else 0
-    total = rank + extra
-    keep = [k for k in range(total) if k != contract]
-
-    def f(strides: ir.Strides, offset: DimLike) -> tuple[ir.Strides, DimLike]:
-        # free axes, the embedding axis, then the axes being pooled
-        free = [strides[k] for k in keep]
-        return (*free[:rank - 1], 0, *free[rank - 1:]), offset
-
-    if ir.is_float(ids.dtype):
-        raise Refuse("one-hot of float ids")
-    idx = d.pool.remap(ids, total, f)
-    expr = _make_take(d, eqn, table, table_expr, idx, rows=rows, width=width, base=0,
-                      cols=tuple(int(k == rank - 1) for k in range(total)), shift=(0,) * total, mode="fill", fill=0.0,
-                      one_hot=True)
-    if pooled is not None:
-        expr = d.pool.reduce("sum", expr, pooled.sizes, 0.0)
-    shape: Shape = (*(left.shape[k] for k in range(rank) if k != contract), width)
-    return Val(shape, expr)
-
-
-def _weighted_bag(d: Detector, eqn: Any) -> Val | None:
-    """``einsum('blh,bl->bh')``: rows times one weight each, summed over the bag."""
-    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
-    try:
-        vals = [d.val(v) for v in eqn.invars]
-    except Refuse:
-        return None
-    if sum(bool(v.takes) for v in vals) != 1 or len(lc) != 1:
-        return None
-    swap = bool(vals[1].takes)
-    rows, weights = (vals[1], vals[0]) if swap else (vals[0], vals[1])
-    (c_r, c_w), (b_r, b_w) = ((rc, lc), (rb, lb)) if swap else ((lc, rc), (lb, rb))
-    if len(weights.shape) != len(b_w) + 1 or rows.expr is None or weights.expr is None:
-        return None
-    dtype = dtype_name(eqn.outvars[0].aval)
-    if not (dtype == rows.expr.dtype == weights.expr.dtype) or not ir.is_float(dtype) or ir.is_16bit(dtype):
-        return None
-    free = [k for k in range(len(rows.shape)) if k not in b_r and k != c_r[0]]
-    rank = len(b_r) + len(free) + 1
-    order = [*b_r, *free, c_r[0]]
-    moved = d.pool.remap(rows.expr, len(rows.shape), lambda s, o: (tuple(s[k] for k in order), o))
-
-    def f(strides: ir.Strides, offset: DimLike) -> tuple[ir.Strides, DimLike]:
-        out: list[DimLike] = [0] * rank
-        for k, axis in enumerate(b_w):
-            out[k] = strides[axis]
-        out[-1] = strides[c_w[0]]
-        return tuple(out), offset
-
-    for a, b in zip((*b_r, c_r[0]), (*b_w, c_w[0]), strict=True):
-        d.unifier.unify(rows.shape[a], weights.shape[b])
-    spread = d.pool.remap(weights.expr, len(weights.shape), f)
-    product = d.pool.op("mul", dtype, moved, spread, arith=True, exact=False)
-    shape = tuple(rows.shape[k] for k in order)
-    return reduce_axes(d, Val(shape, product), [rank - 1], "sum")
-
-
-# ---- jagged bags ---------------------------------------------------------------------------------------------
-
-_SCATTER = {"scatter-add": "sum", "scatter_add": "sum", "scatter-max": "max", "scatter_max": "max",
-            "scatter-min": "min", "scatter_min": "min"}
-
-
-def _scatter(d: Detector, eqn: Any) -> Val | None:
-    """``segment_sum`` and kin: a scatter of rows into a fresh buffer of identities."""
-    operand, start, updates = eqn.invars
-    kind = _SCATTER[eqn.primitive.name]
-    dims, mode = eqn.params["dimension_numbers"], str(eqn.params["mode"])
-    rank = len(updates.aval.shape)
-    if rank not in (1, 2) or tuple(dims.inserted_window_dims) != (0,) or tuple(
-            dims.scatter_dims_to_operand_dims) != (0,) or tuple(dims.update_window_dims) != tuple(range(1, rank)):
-        return None
-    if getattr(dims, "operand_batching_dims", ()) or len(start.aval.shape) != 2:
-        return None
-    try:
-        into, data, index = d.val(operand), d.val(updates), _exact_index(d, start)
-    except Refuse:
-        return None
-    dtype = dtype_name(eqn.outvars[0].aval)
-    if not isinstance(into.expr, ir.Const) or into.expr.value != identity_of(kind, dtype):
-        return None
-    if "CLIP" in mode.upper():
-        raise Refuse("a scatter that clips its segment ids")
-    if data.expr is None or data.expr.dtype != dtype or dtype == "bool":
-        return None
-    if any(isinstance(x, (ir.Reduce, ir.SegReduce)) for x in ir.walk(data.expr)):
-        raise Refuse("a jagged bag of bags")
-    seg1 = _index_component(d, index, 0)
-    seg = d.pool.remap(seg1, 1, lambda s, o: ((s[0], *((0,) * (rank - 1))), o))
-    if any(isinstance(x, (ir.Reduce, ir.SegReduce)) for x in ir.walk(seg)):
-        seg_var = d.opaque(start)
-        seg = d.pool.remap(_index_component(d, seg_var, 0), 1, lambda s, o: ((s[0], *((0,) * (rank - 1))), o))
-    total = data.shape[0]
-    d.unifier.unify(total, index.shape[0])
-    if rank == 2:
-        d.unifier.unify(data.shape[1], into.shape[1])
-    shape = (into.shape[0], *data.shape[1:])
-    bag = (1, *((0,) * (rank - 1)))
-    feature = tuple(int(k == 1) for k in range(rank))
-    return Val(shape, d.pool.seg_reduce(kind, dtype, data.expr, seg, total, bag, 0, feature, identity_of(kind, dtype)))
-
-
-# ---- search --------------------------------------------------------------------------------------------------
-
-
-def search(d: Detector, eqn: Any) -> Val | None:
-    """``jnp.digitize`` and ``jnp.searchsorted``: a bucketize."""
-    found = templates.recognise(eqn)
-    if found is None:
-        return None
-    bounds_atom, query_atom = eqn.invars[found.boundaries], eqn.invars[found.query]
-    x = d.val(query_atom)
-    e = d.one(x)
-    if not e.exact and not d.options.fast_ids:
-        x = d.opaque(query_atom)
-        e = d.one(x)
-    if isinstance(bounds_atom, compat.Literal) or ir.is_16bit(e.dtype) or e.dtype == "bool":
-        raise Refuse("a search in values of an unusual type")
-    out_dtype = dtype_name(eqn.outvars[0].aval)
-    count = int(bounds_atom.aval.shape[0])
-    bounds = d.val(bounds_atom)
-    load = bounds.expr
-    if not isinstance(load, ir.Load) or load.strides != (1,) or count == 0:
-        raise Refuse("boundaries that are computed")
-    values = d.value_of.get(id(load.var))
-    if values is None or load.var is not bounds_atom:
-        if found.function == "digitize" or found.method == "sort" or load.dtype != e.dtype:
-            raise Refuse("a search whose boundaries are not constant")
-        mode = "compare_all" if found.method == "compare_all" else "scan"
-        return Val(x.shape, convert(d, d.pool.search("int32", e, load.var, load.offset, bounds.shape[0], found.side,
-                                                     mode), out_dtype))
-    array = np.asarray(values)
-    if str(array.dtype) != e.dtype:
-        raise Refuse("a search in boundaries of another type")
-    descending = found.function == "digitize" and not bool(array[-1] >= array[0])
-    expr = _constant_search(d, e, np.ascontiguousarray(array[::-1]) if descending else array,
-                            None if descending else bounds_atom, found)
-    if descending:
-        expr = d.pool.op("sub", "int32", d.pool.const("int32", count), expr)
-    return Val(x.shape, convert(d, expr, out_dtype))
-
-
-def _constant_search(d: Detector, x: ir.Expr, array: np.ndarray[Any, Any], var: Any, found: templates.Search) -> ir.Expr:
-    if proofs.sorted_ascending(array):
-        grid = None if "uniform-bucketize" in d.disabled else proofs.uniform_grid(array)
-        if grid is not None and ir.is_float(x.dtype):
-            start, step, count = grid
-            e = d.pool.search("int32", x, None, 0, count, found.side, "uniform", (float(start), float(step)))
-            d.note(e, "uniform-bucketize")
-            return e
-        mode = "sorted"
-    elif found.method == "sort":
-        raise Refuse("a search by sorting in boundaries that are not ascending")
-    else:
-        mode = "compare_all" if found.method == "compare_all" else "scan"
-    if "merge-searches" in d.disabled and mode == "sorted":
-        mode = "compare_all" if found.method == "compare_all" else "scan"
-    if var is None:
-        import jax
-
-        aval = jax.core.ShapedArray(array.shape, array.dtype)
-        var = compat.fresh_var(aval)
-        d.extra_consts.append((var, array))
-        d.value_of[id(var)] = array
-    e = d.pool.search("int32", x, var, 0, array.shape[0], found.side, mode)
-    if mode == "sorted":
-        d.note(e, "merge-searches")
-    return e
 
 
 # ---- what is not fused -----------------------------------------------------------------------------------------
@@ -480,6 +269,5 @@ def _inner_reads(d: Detector, eqn: Any) -> list[tuple[str, Any, Any]]:
 
 
 TABLE_RULES: dict[str, Rule] = {
-    "gather": _gather, "dynamic_slice": _dynamic_slice, "dot_general": _dot_general,
-    **dict.fromkeys(_SCATTER, _scatter),
+    "gather": _gather, "dynamic_slice": _dynamic_slice,
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import io
-from typing import Any
 
 from rich import box
 from rich.console import Console

@@ -28,9 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from recom_jax._recom import Layout, Packer, Slot, SlotRing
 
 from recom_jax import _recom
+from recom_jax._recom import Layout, Packer, Slot, SlotRing
 from recom_jax.errors import ArgumentError, BatchError, BatchTypeError, BindError, LeaseError
 
 __all__ = [

@@ -57,9 +57,23 @@ def _gc_paused() -> Iterator[None]:
 
 
 def compile_jaxpr(traced: Traced, options: Options) -> Compiled:
-    """Stages 2 to 8, see `_compile`."""
+    """Stages 2 to 8, see `_compile`. A defect of ours costs the fusion and a warning, never the user's call."""
     with _gc_paused():
-        return _compile(traced, options)
+        try:
+            return _compile(traced, options)
+        except Exception as why:
+            if options.verifies:
+                raise
+            reason = f"recom_jax failed ({type(why).__name__}: {why}); please report this with a dump (RECOM_DUMP_DIR)"
+            warn_once(f"{reason}. The function runs as plain JAX")
+            return _unfused(traced, options, reason)
+
+
+def _unfused(traced: Traced, options: Options, reason: str) -> Compiled:
+    """The original program, each table read marked with the reason."""
+    everything = {id(v): reason for e in traced.jaxpr.eqns for v in e.outvars}
+    detected, detector = detect(traced.jaxpr, options, everything)
+    return Compiled(traced, detected, Simplified((), {}), (), traced.jaxpr, everything, detected.reads, detector.notes)
 
 
 def _compile(traced: Traced, options: Options) -> Compiled:

@@ -17,7 +17,14 @@ import numpy as np
 
 from recom_jax import pack, pipeline
 from recom_jax.bound import Plan, Source, make_plan
-from recom_jax.errors import ArgumentError, BatchError, BindError, LeaseError, RecomError, trace_error
+from recom_jax.errors import (
+    ArgumentError,
+    BatchError,
+    BindError,
+    LeaseError,
+    RecomError,
+    trace_error,
+)
 from recom_jax.options import Options
 from recom_jax.pack import LeafSpec
 from recom_jax.signature import Signature, leaf_problem

@@ -4,8 +4,10 @@ contain."""
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -479,6 +481,27 @@ def test_unary_rules_on_every_half(op: str) -> None:
             check(got, table[a:b], (op, every[a], every[b - 1]))
 
 
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_exact_results_are_contained(op: str, dtype: str) -> None:
+    """A fused multiply-add, or a wider intermediate, keeps digits that rounding would have dropped."""
+    rng = np.random.default_rng(11)
+    exactly = {
+        "add": operator.add,
+        "sub": operator.sub,
+        "mul": operator.mul,
+        "div": operator.truediv,
+    }
+    scale = np.exp2(rng.integers(-6, 7, (2, 400)))
+    for a, b in (rng.normal(size=(2, 400)) * scale).astype(dtype).T.tolist():
+        got = apply(op, dtype, Fact.const(dtype, a), Fact.const(dtype, b))
+        want = exactly[op](Fraction(a), Fraction(b))
+        assert Fraction(got.lo) <= want <= Fraction(got.hi)
+        if abs(want) >= dtype_of(dtype).tiny:  # and no wider than it has to be
+            assert (got.lo == got.hi) == (Fraction(got.lo) == want)
+            assert got.hi - got.lo <= 2 * np.spacing(np.array(abs(float(want)), dtype))
+
+
 WIDTHS = {"float16": 16, "float32": 32, "float64": 64}
 
 
@@ -622,6 +645,18 @@ def test_uniform_grid_refuses() -> None:
     assert uniform_grid(np.array([0, 1e-40, 2e-40], f32)) is None  # denormals
     assert uniform_grid(np.arange(MAX_GRID + 1, dtype=np.float64)) is None
     assert uniform_grid(np.arange(4096).astype(np.float16)) is None  # 2049 is no half
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_uniform_grid_must_hold_twice(dtype: Any) -> None:
+    one = dtype(1)
+    step = np.nextafter(one, dtype(2))
+    computed = np.array([1e-30, 1, 2], dtype)  # reproduced by rounding, not evenly spaced
+    assert bool((np.arange(3, dtype=dtype) * one + computed[0] == computed).all())
+    assert uniform_grid(computed) is None
+    spaced = np.array([-2 * step, -step, 0, step], dtype)  # evenly spaced, but 3*step rounds
+    assert bool((np.diff(spaced) == step).all())
+    assert uniform_grid(spaced) is None
 
 
 def test_fault_3_small_steps_survive() -> None:

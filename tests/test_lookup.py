@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import check, ids, table
 
-from recom_jax import Options
+from recom_jax import Options, optimize
 
 ROWS, DIM = 11, 5
 
@@ -25,7 +25,6 @@ SPELLINGS = {
     "get_fill": lambda t, i: t.at[i].get(mode="fill"),
     "get_fill_value": lambda t, i: t.at[i].get(mode="fill", fill_value=-0.0),
     "get_clip": lambda t, i: t.at[i].get(mode="clip"),
-    "get_wrap": lambda t, i: t.at[i].get(mode="wrap"),
     "get_no_wrap": lambda t, i: t.at[i].get(mode="fill", fill_value=1, wrap_negative_indices=False),
     "get_no_wrap_clip": lambda t, i: t.at[i].get(mode="clip", wrap_negative_indices=False),
     "columns_written": lambda t, i: t[i, :],
@@ -49,7 +48,8 @@ def test_id_shapes(shape: tuple[int, ...]) -> None:
     def model(t: Any, i: Any) -> Any:
         return {"fill": t[i], "clip": jnp.take(t, i, axis=0, mode="clip")}
 
-    check(model, table(ROWS, DIM), ids(shape, ROWS, odd=True), columns=2, fused=None)
+    empty = 0 in shape  # JAX traces no gather then
+    check(model, table(ROWS, DIM), ids(shape, ROWS, odd=True), columns=0 if empty else 2, calls=1 - empty)
 
 
 def test_promise_in_bounds() -> None:
@@ -77,10 +77,18 @@ def test_id_dtypes(dtype: str) -> None:
     check(model, table(5, 3), i)
 
 
-def test_more_rows_than_an_int8_id_counts() -> None:
-    t = table(300, 2)
-    check(lambda t, i, j: (t[i], t[j], jnp.take(t, i, axis=0, mode="clip"), jnp.take(t, j, axis=0, mode="wrap")),
-          t, ids((40,), 300, odd=True, dtype=np.int16).astype(jnp.int8), ids((40,), 256, dtype=np.uint8), columns=4)
+def test_ids_that_cannot_count_every_row() -> None:
+    t, i, j = table(300, 2), ids((40,), 127, dtype=np.int8), ids((40,), 256, dtype=np.uint8)
+
+    def model(t: Any, i: Any, j: Any) -> Any:
+        signed = t.at[i].get(mode="fill", fill_value=1, wrap_negative_indices=False)
+        return signed, t[j], jnp.take(t, j, axis=0, mode="clip")
+
+    check(model, t, i - 20, j, columns=3)
+    with pytest.raises(OverflowError):  # JAX cannot add 300 to an int8
+        jax.jit(lambda t, i: t[i])(t, i)
+    with pytest.raises(OverflowError):
+        optimize(lambda t, i: t[i])(t, i)
 
 
 DTYPES = ["float32", "float16", "bfloat16", "int8", "int16", "int32", "uint8", "uint16", "uint32", "bool"]
@@ -100,8 +108,8 @@ def test_table_dtypes(dtype: str) -> None:
 def test_x64(dtype: str, id_dtype: str) -> None:
     with jax.enable_x64(True):
         def model(t: Any, i: Any) -> Any:
-            return {"fill": t[i], "clip": jnp.take(t, i, axis=0, mode="clip"), "wrap": t.at[i].get(mode="wrap"),
-                    "hash": t[(i * 0x9E3779B97F4A7C15 >> 3) % 11] if i.dtype == jnp.uint64 else t[i % 11]}
+            return {"fill": t[i], "clip": jnp.take(t, i, axis=0, mode="clip"), "wrap": jnp.take(t, i, axis=0, mode="wrap"),
+                    "hash": t[(i * jnp.uint64(0x9E3779B97F4A7C15) >> 3) % 11] if i.dtype == jnp.uint64 else t[i % 11]}
 
         check(model, table(ROWS, DIM, dtype), ids((6, 2), ROWS, odd=True, dtype=np.dtype(id_dtype)), columns=4)
 
@@ -130,9 +138,13 @@ def test_row_counts(rows: int) -> None:
 
 def test_table_of_no_rows_is_right() -> None:
     def model(t: Any, i: Any) -> Any:
-        return t.at[i].get(mode="fill", fill_value=2.0)
+        return t.at[i].get(mode="fill", fill_value=2.0), jnp.take(t, i, axis=0)
 
-    check(model, jnp.zeros((0, 4)), ids((5,), 3), fused=None, calls=None, columns=1)
+    args = jnp.zeros((0, 4)), ids((5,), 3)
+    with pytest.raises(Exception) as plain:
+        jax.jit(model)(*args)
+    with pytest.raises(plain.type):
+        optimize(model)(*args)
 
 
 def test_table_of_no_columns() -> None:
@@ -174,9 +186,9 @@ def test_whole_table_cast_up() -> None:
           table(ROWS, DIM, jnp.bfloat16), table(ROWS, DIM, jnp.int8), ids((6,), ROWS, odd=True), columns=2)
 
 
-def test_cast_up_then_fill_that_the_narrow_dtype_lacks() -> None:
+def test_cast_up_then_a_fill_that_the_narrow_dtype_lacks() -> None:
     check(lambda q, i: (q.astype(jnp.float32)[i], q.astype(jnp.int32)[i]), table(ROWS, DIM, jnp.int8),
-          ids((6,), ROWS, odd=True), fused=0, calls=None, columns=2)
+          ids((6,), ROWS, odd=True), columns=2)
 
 
 def test_scaled_table() -> None:
@@ -236,10 +248,17 @@ def test_table_columns_read_in_part() -> None:
 
 def test_table_slice_and_transpose_are_right() -> None:
     def model(t: Any, i: Any) -> Any:
-        return t[2:7][i], t.T[:, i], t[:, 1:3][i], t[::-1][i], t.reshape(-1, 3)[i]
+        return (t[2:7][i], t.T[:, i], t[:, 1:3][i], t[::-1][i], t.reshape(-1, 3)[i], t[:, ::-1][i],
+                jnp.roll(t, 1, 0)[i])
 
-    report_columns = None
-    check(model, table(12, 6), ids((5,), 4, odd=True), columns=report_columns, fused=0, calls=0)
+    check(model, table(12, 6), ids((5,), 4, odd=True), columns=0, calls=0, leaves_gather=True)
+
+
+def test_square_table_transposed_is_right() -> None:
+    def model(t: Any, i: Any) -> Any:
+        return t.T[i], jax.nn.one_hot(i, 6) @ t.T, t[i], jnp.take(t.T + 1.0, i, axis=0, mode="clip")
+
+    check(model, table(6, 6), ids((5,), 6, odd=True), columns=1, leaves_gather=True)
 
 
 # ---- ids -----------------------------------------------------------------------------------------------------
@@ -472,7 +491,8 @@ def test_disabled_rewrites_change_no_result(rewrite: str) -> None:
                 t.astype(jnp.bfloat16)[i])
 
     report = check(model, table(ROWS, 3), jnp.asarray(FLOATS), ids((7,), ROWS, odd=True), columns=4, calls=None,
-                   fused={"one-hot-to-lookup": 3, "cast-after-gather": 3}.get(rewrite, 4))
+                   fused={"one-hot-to-lookup": 3, "cast-after-gather": 3}.get(rewrite, 4),
+                   options=Options(verify=True, disable=(rewrite,)))
     assert all(rewrite not in c.rewrites for c in report.columns)
 
 
@@ -581,12 +601,13 @@ def test_elementwise_after_the_lookup() -> None:
     check(model, table(ROWS, DIM), ids((6,), ROWS, odd=True), jnp.arange(6.0), columns=1)
 
 
-def test_arithmetic_that_xla_may_contract_stays_exact() -> None:
+def test_arithmetic_that_xla_computes() -> None:
+    """XLA's own results depend on what it fuses (contraction to multiply-add): a few ulp."""
     def model(t: Any, i: Any, g: Any) -> Any:
         e = t[i]
         return e * g[:, None] + 1.0, e / 3.0, jnp.sqrt(jnp.abs(e)), e * e - e, jnp.tanh(e)
 
-    check(model, table(ROWS, DIM), ids((64,), ROWS), jnp.linspace(0.1, 9, 64), columns=1, calls=1)
+    check(model, table(ROWS, DIM), ids((64,), ROWS), jnp.linspace(0.1, 9, 64), columns=1, calls=1, bound=2e-5)
 
 
 def test_empty_batches() -> None:
@@ -594,4 +615,4 @@ def test_empty_batches() -> None:
         return {"take": t[i], "bucket": t[jnp.digitize(x, np.array([0.0, 1.0], np.float32))],
                 "concat": jnp.concatenate([t[i], t[i % 3]], -1), "sum": t[i].sum(0)}
 
-    check(model, table(ROWS, 3), ids((0,), ROWS), jnp.zeros((0,)), columns=4, calls=None, bound=0.0)
+    check(model, table(ROWS, 3), ids((0,), ROWS), jnp.zeros((0,)), columns=0, calls=0)

@@ -350,19 +350,17 @@ def floordiv(a: Dim, b: Dim) -> Dim:
     q, r = split(a, b)
     if isinstance(r, int) and r == 0:
         return q
+    ratio = exact_div(b, r) if isinstance(r, Poly) else None
+    if ratio is not None:
+        return q + floordiv(1, ratio)
     common = gcd(*(c for _, c in terms_of(r)), *(c for _, c in b.terms))
     if b.terms[0][1] < 0:
         common = -common
     shared = _common_mono([m for m, _ in (*terms_of(r), *b.terms)])
     if common != 1 or shared:
         num, den = _cancel(r, common, shared), _cancel(b, common, shared)
-        return q + (floordiv(num, den) if isinstance(den, int) else _atom_or_fold(num, den))
+        return q + floordiv(num, den)
     return q + atom_dim(FloorDiv(r, b))
-
-
-def _atom_or_fold(num: Dim, den: Poly) -> Dim:
-    q, r = split(num, den)
-    return q if isinstance(r, int) and r == 0 else q + atom_dim(FloorDiv(r, den))
 
 
 def _common_mono(monos: list[Mono]) -> Mono:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 from recom_jax import ir
+from recom_jax.shape_solver.fact import dtype_of, round_to
 from recom_jax.simplify.facts import Facts
 
 
@@ -16,7 +18,7 @@ class Rewrite:
 
     Attributes:
       ops: names of operations, or class names of the IR, it looks at.
-      apply: (pool, facts, node) -> a node equal to it on every input, or None.
+      apply: (pool, facts, node) -> a node equal to it wherever the facts hold, or None.
       why: the facts it needs.
     """
 
@@ -25,8 +27,59 @@ class Rewrite:
     why: str
 
 
-def _is(e: ir.Expr, value: Any) -> bool:
-    return isinstance(e, ir.Const) and bool(e.value == value) and not isinstance(value, bool)
+# ---- what nodes are ------------------------------------------------------------------------------------------
+
+
+def _is(e: ir.Expr, value: int) -> bool:
+    return isinstance(e, ir.Const) and bool(e.value == value)
+
+
+def _op(e: ir.Expr, *names: str) -> bool:
+    return isinstance(e, ir.Op) and e.name in names
+
+
+def _integer(dtype: str) -> bool:
+    return dtype_of(dtype).kind in ("int", "uint")
+
+
+def _log2(e: ir.Expr) -> int | None:
+    """k where `e` is the integer constant 2**k, k > 0."""
+    if not isinstance(e, ir.Const) or not _integer(e.dtype) or e.value < 2 or e.value & (e.value - 1):
+        return None
+    return int(e.value).bit_length() - 1
+
+
+def _zero(e: ir.Expr) -> bool:
+    """The constant 0 or +0.0."""
+    return isinstance(e, ir.Const) and e.value == 0 and math.copysign(1, e.value) > 0
+
+
+def _keeps_values(facts: Facts, x: ir.Expr) -> ir.Expr | None:
+    """What an integer conversion converts, where no value of it changes."""
+    if not (isinstance(x, ir.Op) and x.name == "convert" and _integer(x.dtype)):
+        return None
+    a, t = x.args[0], dtype_of(x.dtype)
+    if a.dtype != "bool" and not _integer(a.dtype):
+        return None
+    f = facts.of(a)
+    return a if t.lo <= f.lo and f.hi <= t.hi else None
+
+
+# ---- constants -----------------------------------------------------------------------------------------------
+
+
+def _fold(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """An integer or boolean expression without lookups that can only have one value; a float of a whole constant."""
+    if e.takes:
+        return None
+    if ir.is_float(e.dtype):
+        a = e.args[0]
+        if e.name != "convert" or not isinstance(a, ir.Const) or not _integer(a.dtype):
+            return None
+        value = float(a.value)
+        return pool.const(e.dtype, value) if value == a.value == round_to(value, dtype_of(e.dtype)) else None
+    f = facts.of(e)
+    return pool.const(e.dtype, bool(f.lo) if e.dtype == "bool" else int(f.lo)) if f.is_const else None
 
 
 def _const_select(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
@@ -37,27 +90,195 @@ def _const_select(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
     return on_true if on_true is on_false else None
 
 
-def _fold(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
-    """An integer or boolean expression without lookups that can only have one value."""
-    if e.takes or ir.is_float(e.dtype):
+def _identity(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """x + 0, x - 0, x * 1, x / 1, x & -1, x | 0, x ^ 0, x << 0 on integers; b == True, b != False, not not b."""
+    if e.name == "not":
+        return e.args[0].children[0] if _op(e.args[0], "not") else None
+    a, b = e.args
+    if e.name in ("eq", "ne"):
+        for x, c in ((a, b), (b, a)):
+            if isinstance(c, ir.Const) and c.dtype == "bool":
+                return x if c.value is (e.name == "eq") else pool.op("not", "bool", x)
         return None
-    f = facts.of(e)
-    return pool.const(e.dtype, bool(f.lo) if e.dtype == "bool" else int(f.lo)) if f.is_const else None
+    if ir.is_float(e.dtype):
+        return None
+    for x, c in ((a, b), (b, a)):
+        if e.name in ("add", "or", "xor") and _is(c, 0):
+            return x
+        if e.name == "mul" and _is(c, 1):
+            return x
+        if e.name == "and" and _is(c, -1 if dtype_of(e.dtype).kind == "int" else int(dtype_of(e.dtype).hi)):
+            return x
+    if (_is(b, 0) and e.name in ("sub", "shl", "shr_l", "shr_a")) or (_is(b, 1) and e.name == "div"):
+        return a
+    return None
+
+
+def _unit_weight(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """x * 1.0 = x / 1.0 = x, bit for bit (XLA drops it too)."""
+    if not ir.is_float(e.dtype):
+        return None
+    for x, w in ((e.args[0], e.args[1]), *(((e.args[1], e.args[0]),) if e.name == "mul" else ())):
+        f = facts.of(w)
+        if f.is_const and f.lo == 1:
+            return x
+    return None
+
+
+# ---- masks ---------------------------------------------------------------------------------------------------
+
+
+def _implied(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """p & q = p where p implies q; p & q = False where they exclude each other; likewise for or."""
+    if e.dtype != "bool" or e.takes:
+        return None
+    both = e.name == "and"
+    for p, q in (e.args, e.args[::-1]):
+        f = facts.assuming(p, both, q).of(q)
+        if f.is_const:
+            return p if bool(f.lo) is both else pool.const("bool", not both)
+    return None
+
+
+def _merge_masks(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """where(m, where(n, x, c), c) = where(m & n, x, c), and where(m, c, where(n, c, x)) likewise."""
+    pred, on_false, on_true = e.args
+    for mine, other, name, k in ((on_false, on_true, "and", 1), (on_true, on_false, "or", 2)):
+        if isinstance(mine, ir.Const) and isinstance(other, ir.Op) and other.name == "select" and other.args[k] is mine:
+            both = pool.op(name, "bool", pred, other.args[0])
+            args = (mine, other.args[2]) if k == 1 else (other.args[1], mine)
+            return pool.op("select", e.dtype, both, *args, exact=e.exact, arith=e.arith)
+    return None
+
+
+_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+
+
+def _mask_first(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """where(pad, c, rows) = where(not pad, rows, c): the form a bag takes as a predicate."""
+    pred, on_false, on_true = e.args
+    if not isinstance(on_true, ir.Const) or not on_false.takes:
+        return None
+    if isinstance(pred, ir.Op) and pred.name == "not":
+        mask = pred.args[0]
+    elif isinstance(pred, ir.Op) and pred.name in _OPPOSITE and not ir.is_float(pred.args[0].dtype):
+        mask = pool.op(_OPPOSITE[pred.name], "bool", *pred.args)  # of floats NaN would change sides
+    else:
+        mask = pool.op("not", "bool", pred)
+    return pool.op("select", e.dtype, mask, on_true, on_false, exact=e.exact, arith=e.arith)
+
+
+def _weight_under_mask(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """where(m, x, 0) * w = where(m, x * w, 0) where 0 * w is +0.0: w is a finite number without a sign."""
+    for rows, w in (e.args, e.args[::-1]):
+        if not (ir.is_float(e.dtype) and rows.takes and not w.takes and _op(rows, "select")):
+            continue
+        pred, on_false, on_true = rows.children
+        f = facts.of(w)
+        unsigned = (isinstance(w, ir.Const) and w.value > 0) or (_op(w, "convert") and not ir.is_float(w.children[0].dtype))
+        if _zero(on_false) and unsigned and f.nan_free and f.lo >= 0 and math.isfinite(f.hi):
+            product = pool.op("mul", e.dtype, on_true, w, exact=e.exact, arith=True)
+            return pool.op("select", e.dtype, pred, on_false, product, exact=e.exact, arith=True)
+    return None
+
+
+def _convert_under_mask(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """float32(where(m, rows, 0)) = where(m, float32(rows), 0)."""
+    a = e.args[0]
+    if not (e.takes and _op(a, "select") and ir.is_float(e.dtype) and ir.is_float(a.dtype)):
+        return None
+    pred, on_false, on_true = a.children
+    if not _zero(on_false) or not on_true.takes:
+        return None
+    rows = pool.op("convert", e.dtype, on_true, exact=e.exact, arith=e.arith)
+    return pool.op("select", e.dtype, pred, pool.const(e.dtype, 0.0), rows, exact=e.exact, arith=e.arith)
+
+
+# ---- arithmetic of ids ---------------------------------------------------------------------------------------
 
 
 def _clamp(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
-    """max(x, c) = x where x >= c is known; min likewise. NaN passes through both, so floats may be NaN."""
+    """max(x, c) = x where x >= c is known; min likewise. Both pass NaN on, so a float may be NaN."""
     for a, b in (e.args, e.args[::-1]):
         if not isinstance(b, ir.Const) or a.takes:
             continue
         fa, fb = facts.of(a), facts.of(b)
-        if not fb.nan_free or (ir.is_float(a.dtype) and (fb.lo == 0 or not fa.nan_free and fa.lo > fa.hi)):
+        if not fb.nan_free or (ir.is_float(a.dtype) and fb.lo == 0):
             continue  # max(-0.0, 0.0) may be either zero
         if e.name == "max" and fa.lo >= fb.hi:
             return a
         if e.name == "min" and fa.hi <= fb.lo:
             return a
     return None
+
+
+def _negative_wrap(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """select(i < 0, i, i + rows): numpy's negative ids, where the interval shows there are none."""
+    pred, on_false, on_true = e.args
+    if not (isinstance(on_true, ir.Op) and on_true.name == "add" and on_false in on_true.args):
+        return None
+    never = _op(pred, "lt") and pred.children[0] is on_false and _is(pred.children[1], 0)
+    if not (never or (isinstance(pred, ir.Const) and pred.value is False)):
+        return None
+    return on_false if _integer(e.dtype) and (not never or facts.of(on_false).lo >= 0) else None
+
+
+def _rem_power(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """rem(x, 2**k) = x & (2**k - 1) for x >= 0."""
+    x, c = e.args
+    if _log2(c) is None or facts.of(x).lo < 0:
+        return None
+    assert isinstance(c, ir.Const)
+    return pool.op("and", e.dtype, x, pool.const(e.dtype, c.value - 1), exact=e.exact)
+
+
+def _mod_power(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """jnp.mod(x, 2**k) = select(r < 0, r, r + 2**k) with r = rem(x, 2**k): x & (2**k - 1), x of any sign."""
+    pred, r, wrapped = e.args
+    if not (isinstance(r, ir.Op) and r.name == "rem" and isinstance(wrapped, ir.Op) and wrapped.name == "add"):
+        return None
+    x, c = r.args
+    if _log2(c) is None or set(map(id, wrapped.args)) != {id(r), id(c)}:
+        return None
+    if not (_op(pred, "lt") and pred.children[0] is r and _is(pred.children[1], 0)):
+        return None
+    assert isinstance(c, ir.Const)
+    return pool.op("and", e.dtype, x, pool.const(e.dtype, c.value - 1), exact=e.exact)
+
+
+def _div_power(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """div(x, 2**k) = x >> k for x >= 0."""
+    k = _log2(e.args[1])
+    if k is None or facts.of(e.args[0]).lo < 0:
+        return None
+    return pool.op("shr_l", e.dtype, e.args[0], pool.const(e.dtype, k), exact=e.exact)
+
+
+def _floor_div_power(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """x // 2**k = select(sign(x) != 1 and rem(x, 2**k) != 0, q, q - 1) with q = div(x, 2**k): x >> k, signed."""
+    pred, q, less = e.args
+    if not (isinstance(q, ir.Op) and q.name == "div" and _op(pred, "and") and _op(less, "sub")):
+        return None
+    x, c = q.args
+    k = _log2(c)
+    if k is None or dtype_of(e.dtype).kind != "int" or less.children[0] is not q or not _is(less.children[1], 1):
+        return None
+    wanted = [pool.op("ne", "bool", pool.op("sign", e.dtype, x), pool.const(e.dtype, 1)),
+              pool.op("ne", "bool", pool.op("rem", e.dtype, x, c), pool.const(e.dtype, 0))]
+    if set(map(id, pred.children)) != set(map(id, wanted)):
+        return None
+    return pool.op("shr_a", e.dtype, x, pool.const(e.dtype, k), exact=e.exact)
+
+
+def _compose_converts(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
+    """A conversion of an integer conversion that lost nothing."""
+    inner = _keeps_values(facts, e.args[0])
+    if inner is None or e.dtype == "bool" or ir.is_16bit(e.dtype):
+        return None
+    return inner if inner.dtype == e.dtype else pool.op("convert", e.dtype, inner)
+
+
+# ---- lookups -------------------------------------------------------------------------------------------------
 
 
 def _drop_fill(pool: ir.Pool, facts: Facts, e: ir.Take) -> ir.Expr | None:
@@ -71,141 +292,44 @@ def _drop_fill(pool: ir.Pool, facts: Facts, e: ir.Take) -> ir.Expr | None:
 
 
 def _clamp_into_lookup(pool: ir.Pool, facts: Facts, e: ir.Take) -> ir.Expr | None:
-    """A clip to [0, rows-1] in front of a lookup that clips anyway."""
-    if e.mode != "clip" or e.rows == 0:
-        return None
+    """A bound at or beyond [0, rows - 1] in front of a lookup that clips anyway."""
     x = e.idx
-    if isinstance(x, ir.Op) and x.name in ("max", "min"):
-        for a, b in (x.args, x.args[::-1]):
-            if (x.name == "max" and _is(b, 0)) or (x.name == "min" and _is(b, e.rows - 1)):
-                return pool.retake(e, idx=a)
+    if e.mode != "clip" or e.rows == 0 or not isinstance(x, ir.Op) or x.name not in ("max", "min"):
+        return None
+    for a, b in (x.args, x.args[::-1]):
+        if isinstance(b, ir.Const) and (b.value <= 0 if x.name == "max" else b.value >= e.rows - 1):
+            return pool.retake(e, idx=a)
     return None
 
 
-def _narrow_index(pool: ir.Pool, facts: Facts, e: ir.Take) -> ir.Expr | None:
+def _index_as_is(pool: ir.Pool, facts: Facts, e: ir.Take) -> ir.Expr | None:
     """An integer conversion of the row number that keeps every value."""
-    x = e.idx
-    if not (isinstance(x, ir.Op) and x.name == "convert") or ir.is_float(x.args[0].dtype):
-        return None
-    a = x.args[0]
-    if a.dtype == "bool":
-        return None
-    if facts.of(a).lo != facts.of(x).lo or facts.of(a).hi != facts.of(x).hi:
-        return None
-    return pool.with_children(e, [a])
+    a = _keeps_values(facts, e.idx)
+    return None if a is None or a.dtype == "bool" else pool.retake(e, idx=a)
 
 
-def _positive_mod(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
-    """jnp.mod corrects rem's sign by a select; no correction where dividend and divisor are not negative.
-
-    Matches select(and(ne(lt(r, 0), lt(c, 0)), ne(r, 0)), r, r + c) with r = rem(x, c): the general constant
-    folding of the predicate covers proven signs, so only the shape with an unknown x remains to be left alone.
-    """
-    pred, on_false, on_true = e.args
-    if not (isinstance(on_false, ir.Op) and on_false.name == "rem"):
-        return None
-    if not (isinstance(on_true, ir.Op) and on_true.name == "add" and on_false in on_true.args):
-        return None
-    r = facts.of(on_false)
-    if ir.is_float(e.dtype) or r.lo < 0 or facts.of(on_false.args[1]).lo <= 0:
-        return None
-    # pred is true only where r and the divisor differ in sign and r != 0: nowhere.
-    if isinstance(pred, ir.Op) and pred.name == "and" and any(
-            isinstance(p, ir.Op) and p.name == "ne" and on_false in p.args for p in pred.args) and any(
-            _sign_differs(p, on_false, on_false.args[1]) for p in pred.args):
-        return on_false
-    return None
-
-
-def _sign_differs(p: ir.Expr, r: ir.Expr, c: ir.Expr) -> bool:
-    """p is ne(lt(r, 0), lt(c, 0)), either side possibly folded."""
-    if not (isinstance(p, ir.Op) and p.name == "ne"):
-        return False
-    return all(
-        (isinstance(q, ir.Const) and q.value is False)
-        or (isinstance(q, ir.Op) and q.name == "lt" and q.args[0] in (r, c) and _is(q.args[1], 0))
-        for q in p.args)
-
-
-def _negative_wrap(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
-    """select(lt(i, 0), i, i + rows): numpy's negative ids, where the interval shows there are none."""
-    pred, on_false, on_true = e.args
-    if not (isinstance(pred, ir.Op) and pred.name == "lt" and pred.args[0] is on_false and _is(pred.args[1], 0)):
-        return None
-    if not (isinstance(on_true, ir.Op) and on_true.name == "add" and on_false in on_true.args):
-        return None
-    return on_false if facts.of(on_false).lo >= 0 else None
-
-
-def _merge_masks(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
-    """where(m, where(n, x, c), c) = where(m & n, x, c)."""
-    pred, on_false, on_true = e.args
-    if isinstance(on_true, ir.Op) and on_true.name == "select" and on_true.args[1] is on_false and isinstance(
-            on_false, ir.Const):
-        both = pool.op("and", "bool", pred, on_true.args[0])
-        return pool.op("select", e.dtype, both, on_false, on_true.args[2], exact=e.exact, arith=e.arith)
-    return None
-
-
-def _masked_lookup(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
-    """where(m, table[where(m, i, c)], 0) = where(m, table[i], 0): a masked-out id is never looked up.
-
-    Sound because a masked-out position's row is not read at all: the select of a bag becomes a predicate.
-    """
-    pred, on_false, on_true = e.args
-    if not (isinstance(on_true, ir.Take) and isinstance(on_true.idx, ir.Op) and on_true.idx.name == "select"):
-        return None
-    inner, _, kept = on_true.idx.args
-    if inner is not pred or not isinstance(on_false, ir.Const) or on_true.one_hot:
-        return None
-    return pool.op("select", e.dtype, pred, on_false, pool.with_children(on_true, [kept]), exact=e.exact, arith=e.arith)
-
-
-def _compose_converts(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
-    """An integer conversion of an integer conversion that lost nothing."""
-    a = e.args[0]
-    if not (isinstance(a, ir.Op) and a.name == "convert"):
-        return None
-    inner = a.args[0]
-    if any(ir.is_float(x) or x == "bool" for x in (e.dtype, a.dtype, inner.dtype)):
-        return None
-    fa, fi = facts.of(a), facts.of(inner)
-    if (fa.lo, fa.hi) != (fi.lo, fi.hi):
-        return None
-    return inner if inner.dtype == e.dtype else pool.op("convert", e.dtype, inner)
-
-
-def _identity(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
-    """x + 0, x - 0, x * 1, x & -1, x | 0, x ^ 0, x << 0 on integers."""
-    if ir.is_float(e.dtype) or len(e.args) != 2:
-        return None
-    a, b = e.args
-    if e.name in ("add", "or", "xor") and _is(a, 0):
-        return b
-    if e.name == "mul" and _is(a, 1):
-        return b
-    if _is(b, 0) and e.name in ("add", "sub", "or", "xor", "shl", "shr_l", "shr_a"):
-        return a
-    if _is(b, 1) and e.name in ("mul", "div"):
-        return a
-    return None
-
-
-_INT_OPS = ("add", "sub", "mul", "div", "rem", "max", "min", "and", "or", "xor", "shl", "shr_l", "shr_a", "eq", "ne",
-            "lt", "le", "gt", "ge", "not", "convert", "select")
+_FOLDED = ("add", "sub", "mul", "div", "rem", "max", "min", "and", "or", "xor", "shl", "shr_l", "shr_a", "eq", "ne",
+           "lt", "le", "gt", "ge", "not", "neg", "abs", "sign", "convert", "select")
+_NEUTRAL = ("add", "sub", "mul", "div", "and", "or", "xor", "shl", "shr_l", "shr_a", "eq", "ne", "not")
 
 RULES: dict[str, Rewrite] = {
-    "fold-constants": Rewrite(_INT_OPS, _fold, "the interval of an integer or boolean is one number"),
+    "fold-constants": Rewrite(_FOLDED, _fold, "the interval of an integer or boolean is one number"),
     "drop-negative-wrap": Rewrite(("select",), _negative_wrap, "the id's interval is not negative"),
-    "positive-mod": Rewrite(("select",), _positive_mod, "the remainder is not negative, the divisor is positive"),
     "select-of-constant": Rewrite(("select",), _const_select, "the predicate is constant, or both cases are one"),
+    "identity-arithmetic": Rewrite(_NEUTRAL, _identity, "a neutral integer or boolean constant"),
+    "unit-weight": Rewrite(("mul", "div"), _unit_weight, "the weight is the constant 1"),
+    "implied-predicate": Rewrite(("and", "or"), _implied, "one predicate decides the other"),
     "drop-clamp": Rewrite(("max", "min"), _clamp, "the operand's interval lies within the bound"),
+    "mod-power-of-two": Rewrite(("select",), _mod_power, "the divisor is a constant power of two"),
+    "rem-power-of-two": Rewrite(("rem",), _rem_power, "a power of two; the dividend is not negative"),
+    "div-power-of-two": Rewrite(("div",), _div_power, "a power of two; the dividend is not negative"),
+    "floor-div-power-of-two": Rewrite(("select",), _floor_div_power, "the divisor is a constant power of two"),
     "merge-masks": Rewrite(("select",), _merge_masks, "both filters put the same constant"),
-    "masked-lookup": Rewrite(("select",), _masked_lookup, "the mask on the row is the mask on the id"),
-    "identity-arithmetic": Rewrite(("add", "sub", "mul", "div", "or", "xor", "shl", "shr_l", "shr_a"), _identity,
-                                   "a neutral integer constant"),
-    "compose-converts": Rewrite(("convert",), _compose_converts, "the inner conversion keeps the interval"),
+    "mask-first": Rewrite(("select",), _mask_first, "the case that holds no lookup is a constant"),
+    "weight-under-mask": Rewrite(("mul",), _weight_under_mask, "the weight is finite, not negative, not -0.0"),
+    "convert-under-mask": Rewrite(("convert",), _convert_under_mask, "masked-out rows are the constant 0"),
+    "compose-converts": Rewrite(("convert",), _compose_converts, "the inner conversion keeps every value"),
     "drop-fill": Rewrite(("Take",), _drop_fill, "the row number's interval lies in the table"),
     "clamp-into-lookup": Rewrite(("Take",), _clamp_into_lookup, "the lookup clips to the same bounds"),
-    "index-as-is": Rewrite(("Take",), _narrow_index, "the conversion keeps every value of the row number"),
+    "index-as-is": Rewrite(("Take",), _index_as_is, "the conversion keeps every value of the row number"),
 }
