@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import machine, record
 from benchmarks.context import Context
-from benchmarks.steady import BIND, HAND, OURS, PLAIN, TUNED
+from benchmarks.steady import BIND, HAND, HAND_LOOP, OURS, PLAIN, TUNED
 
 
 def child(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
     name = job["contestant"]
     params = jax.block_until_ready(w.init())
     batch = w.batches(job["batch"], 1)[0]
-    if name == HAND and w.hand and w.stack_params and w.stack_batch:
+    if name in (HAND, HAND_LOOP) and w.hand and w.stack_params and w.stack_batch:
         params, batch = jax.block_until_ready(w.stack_params(params)), w.stack_batch(batch)
     server: Any = None
     arguments: tuple[Any, ...]
@@ -38,7 +38,7 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
         call = server = recom_jax.optimize(w.fn).bind(params)
         arguments = (batch,)
     else:
-        fn = {OURS: w.fn, PLAIN: w.fn, TUNED: w.tuned, HAND: w.hand}[name]
+        fn = {OURS: w.fn, PLAIN: w.fn, TUNED: w.tuned, HAND: w.hand, HAND_LOOP: w.hand_loop}[name]
         if fn is None:
             raise ValueError(f"{w.name} has no form for {name!r}")
         call = recom_jax.optimize(fn) if name == OURS else jax.jit(fn)

@@ -20,6 +20,7 @@ BATCHES = (
 )
 
 PLAIN, TUNED, HAND = "jax.jit", "jax.jit, tuned per column", "jax.jit, hand-batched"
+HAND_LOOP = "jax.jit, hand-batched, loop search"
 OURS, BIND, EMPTY = "recom_jax.optimize", "recom_jax bind", "empty FFI call"
 DEVICE, NUMPY, STACKED = "device arrays", "numpy arrays", "numpy arrays, stacked beforehand"
 STACKING, VIEWS, FILLING = (
@@ -110,6 +111,17 @@ def contestants(w: Workload, params: Params, batches: list[Batch], server: Any, 
             Contestant(HAND, STACKED, lambda k: stacked[k % number], run),
             Contestant(HAND, STACKING, numpy, lambda b: run(stack(b))),
         ]
+        if w.hand_loop:
+            loop = jax.jit(w.hand_loop)
+
+            def run_loop(batch: Any) -> Any:
+                return loop(stacked_params, batch)
+
+            found += [
+                Contestant(HAND_LOOP, DEVICE, lambda k: stacked_device[k % number], run_loop),
+                Contestant(HAND_LOOP, STACKED, lambda k: stacked[k % number], run_loop),
+                Contestant(HAND_LOOP, STACKING, numpy, lambda b: run_loop(stack(b))),
+            ]
     if peers and w.tuned:
         found += both(TUNED, jax.jit(w.tuned))
     if plain:

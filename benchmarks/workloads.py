@@ -15,7 +15,7 @@ import numpy as np
 from examples.criteo import Dlrm
 from examples.mlp import apply_mlp
 from examples.recflex import recflex
-from examples.recom_models import DENSE, RecomModel, microbenchmark, model_e, model_f
+from examples.recom_models import DENSE, RecomModel, int_hash, microbenchmark, model_e, model_f
 
 Function = Callable[[Any, Any], jax.Array]
 Params = Any
@@ -27,7 +27,8 @@ class Workload:
     """A model, and the other ways to write it that are worth comparing with.
 
     `fn(params, batch)` is the model as written. `tuned` computes the same, each column tuned for XLA by
-    hand. `hand` computes it from `stack_params(params)` and `stack_batch(batch)`.
+    hand. `hand` computes it from `stack_params(params)` and `stack_batch(batch)`; `hand_loop` likewise, with
+    JAX's default search (a loop over all columns at once) in place of comparisons: the better one on a CPU.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Workload:
     batches: Callable[[int, int], list[Batch]]
     tuned: Function | None = None
     hand: Function | None = None
+    hand_loop: Function | None = None
     stack_params: Callable[[Params], Params] | None = None
     stack_batch: Callable[[Batch], Batch] | None = None
 
@@ -76,6 +78,25 @@ def _recom(model: RecomModel, mlp: bool) -> Workload:
         wide = model.columns_hand_batched(params["stacked"], batch)
         return with_mlp(wide, params, batch["dense"]) if mlp else wide
 
+    def hand_loop(params: Params, batch: Any) -> jax.Array:
+        pieces = []
+        for kind, columns in model.by_kind().items():
+            one, x = columns[0], jnp.asarray(batch[kind])
+            if kind == "bucket":
+                ids = jnp.searchsorted(jnp.asarray(one.boundaries), x, side="right")
+            elif kind == "hash":
+                ids = int_hash(x, one.rows)
+            else:
+                ids = jnp.where(x >= 0, x % one.rows, 0)
+            read = jax.vmap(lambda table, i: table.at[i].get(mode="promise_in_bounds"))
+            rows = read(params["stacked"][kind], ids)  # [N, B, dim], or [N, B, TOKENS, dim]
+            if rows.ndim == 4:
+                rows = jnp.sum(jnp.where((x >= 0)[..., None], rows, 0), axis=2)
+            pieces.append(jnp.swapaxes(rows, 0, 1).reshape(rows.shape[1], -1))
+        dense = [jnp.asarray(batch["dense"])] if model.has_dense else []
+        wide = jnp.concatenate(pieces + dense, axis=1)
+        return with_mlp(wide, params, batch["dense"]) if mlp else wide
+
     def stack_params(params: Params) -> Params:
         stacked = model.stack_params(params)
         return {"stacked": stacked, "bottom": params["bottom"], "top": params["top"]}
@@ -93,6 +114,7 @@ def _recom(model: RecomModel, mlp: bool) -> Workload:
         batches=lambda size, count: [model.batch(size, seed) for seed in range(count)],
         tuned=tuned,
         hand=hand if same else None,
+        hand_loop=hand_loop if same else None,
         stack_params=stack_params if same else None,
         stack_batch=model.stack_batch if same else None,
     )

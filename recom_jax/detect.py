@@ -10,6 +10,7 @@ call; everything in front of it that nobody else needs disappears.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,7 +122,6 @@ class Detector:
         self.env: dict[int, Val] = {}
         self.operands: dict[int, Val] = {}
         self.reads: list[Read] = []
-        self.notes: dict[int, list[str]] = {}
         self.value_of: dict[int, Any] = {}
         self._made_by: dict[int, tuple[Any, int]] | None = None
         self.extra_consts: list[tuple[Any, Any]] = []
@@ -214,7 +214,7 @@ class Detector:
         return self._made_by
 
     def note(self, e: ir.Expr, rewrite: str) -> None:
-        self.notes.setdefault(id(e), []).append(rewrite)
+        self.pool.note(e, (rewrite,))
 
     # ---- propagation ------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Detector:
                 continue
             needed.add(id(var))
             value = self.env.get(id(var))
-            if value is not None and value.takes and id(var) in made_by:
+            if value is not None and value.takes and id(var) in made_by and not self.grows(value):
                 fused[id(var)] = value
                 work += leaves(value)
                 continue
@@ -279,6 +279,23 @@ class Detector:
                 kept.add(id(eqn))
                 work += [v for v in eqn.invars if not isinstance(v, compat.Literal)]
         return self.levels(jaxpr, fused, kept)
+
+    def grows(self, value: Val) -> bool:
+        """Whether a value repeats lookups along new axes: XLA then spreads the smaller array itself."""
+        if value.expr is None:
+            return False
+        sizes = [self.unifier.value(n) for n in value.shape]
+        memo: dict[int, frozenset[int]] = {}
+        own = 0
+        work = [value.expr]
+        while work:
+            e = work.pop()
+            if isinstance(e, (ir.Take, ir.Reduce, ir.SegReduce)):
+                if e.takes:
+                    own += math.prod(sizes[k] for k in ir.depends(e, memo))
+            else:
+                work += e.children
+        return math.prod(sizes) > 2 * own
 
     def levels(self, jaxpr: Any, fused: dict[int, Val], kept: set[int]) -> Detected:
         """Orders fused results into calls: a call's operands must exist before it."""

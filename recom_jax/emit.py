@@ -47,6 +47,7 @@ class Emitter:
         self.memo: dict[Any, int] = {}
         self.deps: dict[int, frozenset[int]] = {}
         self.code: list[Instr] = []
+        self.bodies: list[list[Instr]] = []  # kept: `memo` names them by id
         self.width = -1
 
     # ---- slots and registers ------------------------------------------------------------------------------
@@ -336,6 +337,7 @@ class Emitter:
         k = len(e.sizes)
         rank = s.rank + k
         body: list[Instr] = []
+        self.bodies.append(body)
         inner = tuple(range(s.rank, rank))
         space = Space("pos", rank, (*s.axes, *inner), s.feature, frozenset(inner), body)
         sizes = [self.size(d) for d in e.sizes]
@@ -361,6 +363,7 @@ class Emitter:
         if e.bag_offset != 0 or any(self.resolve(v) != int(k == 0) for k, v in enumerate(e.bag)):
             raise EncodeError("a slice of jagged bags")
         body: list[Instr] = []
+        self.bodies.append(body)
         rank = 2 if s.feature is not None else 1
         space = Space("pos", rank, (0,), 1 if rank == 2 else None, frozenset(), body)
         total = self.size(e.total)

@@ -7,6 +7,10 @@ there is one, what was expected and what to do.
 
 from __future__ import annotations
 
+import linecache
+import os
+import types
+
 
 class RecomError(Exception):
     """Base of all exceptions of this package."""
@@ -40,6 +44,14 @@ class BindError(RecomError, ValueError):
     """Bound arguments do not match the function or, in `update`, what was bound before."""
 
 
+class BindTypeError(BindError, TypeError):
+    """A bound argument is missing or superfluous, or is not an array."""
+
+
+class DeletedError(RecomError, RuntimeError):
+    """An array was deleted, or donated to an earlier call."""
+
+
 class BatchError(RecomError, ValueError):
     """A batch does not match the lease it is served with, or was served before."""
 
@@ -68,22 +80,62 @@ def trace_error(exc: Exception, where: str, base: type[RecomError] | None = None
       base: the class of ours to derive from (default `TraceError`).
 
     Returns:
-      The exception to raise ``from exc``. Where Python cannot build such a class (a type with its own
-      memory layout or constructor), `exc` itself with `where` as a note.
+      The exception to raise ``from exc``: same arguments and attributes; its text goes on with `where`
+      and the line of the user's code that failed. Where Python cannot build such a class (a type with
+      its own memory layout or constructor), `exc` itself with that text as a note.
     """
     ours: type[RecomError] = TraceError if base is None else base
-    key = (ours, type(exc))
+    line = user_line(exc)
+    text = f"recom_jax: {where}" + (f"\n  at {line}" if line else "")
     try:
-        if key not in _DYNAMIC:
-            # ArgumentError is a TypeError already; another kind of failure must not be a TypeError too.
-            bases = (ours,) if issubclass(ours, type(exc)) else (ours if base is None else RecomError, type(exc))
-            _DYNAMIC[key] = type(ours.__name__, bases, {"__module__": __name__})
-        made = _DYNAMIC[key].__new__(_DYNAMIC[key], *exc.args)
+        made: Exception = _class_of(ours, type(exc)).__new__(_class_of(ours, type(exc)), *exc.args)
         # A constructor may want other arguments than it keeps: state is copied, not recomputed.
         made.__dict__.update(getattr(exc, "__dict__", {}))
-        first = str(exc.args[0]) if exc.args else ""
-        made.args = (f"{first}\n  recom_jax: {where}", *exc.args[1:])
-    except TypeError:
-        exc.add_note(f"recom_jax: {where}")
+        made.args = exc.args
+        made.__dict__["_recom_where"] = text
+        str(made)
+    except Exception:
+        exc.add_note(text)
         return exc
-    return made  # type: ignore[no-any-return]
+    return made
+
+
+def _class_of(ours: type[RecomError], theirs: type[Exception]) -> type:
+    key = (ours, theirs)
+    if key not in _DYNAMIC:
+        if issubclass(ours, theirs):
+            bases: tuple[type, ...] = (ours,)
+        elif ours is ArgumentError:  # a TypeError, which another kind of failure must not become
+            bases = (RecomError, theirs)
+        else:
+            bases = (ours, theirs)
+
+        def text(self: Exception) -> str:
+            return f"{theirs.__str__(self)}\n  {self.__dict__['_recom_where']}"
+
+        _DYNAMIC[key] = type(ours.__name__, bases, {"__module__": __name__, "__str__": text})
+    return _DYNAMIC[key]
+
+
+def user_line(exc: BaseException) -> str:
+    """``file:line, in function: source`` of the innermost frame that is neither JAX's nor ours, or ""."""
+    found = ""
+    step: types.TracebackType | None = exc.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if not code.co_filename.startswith(("<", *_LIBRARIES)):
+            source = linecache.getline(code.co_filename, step.tb_lineno).strip()
+            found = f"{code.co_filename}:{step.tb_lineno}, in {code.co_name}" + (source and f": {source}")
+        step = step.tb_next
+    return found
+
+
+def _libraries() -> tuple[str, ...]:
+    import jax
+    import jaxlib
+
+    files = (jax.__file__, jaxlib.__file__, __file__, os.__file__)  # os: the standard library
+    return tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in files)
+
+
+_LIBRARIES = _libraries()

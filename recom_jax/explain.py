@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import io
+import os
+import pathlib
 
 from rich import box
 from rich.console import Console
@@ -73,6 +75,12 @@ class Report:
     def __str__(self) -> str:
         return self.to_text()
 
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as one self-contained page. Raises OSError if `path` cannot be written."""
+        from recom_jax.explain_html import render
+
+        pathlib.Path(path).write_text(render(self), encoding="utf-8")
+
     def to_text(self, limit: int | None = _SHOWN) -> str:
         """The table. Equal neighbours share a line; `limit` bounds the lines (None: all columns, one a line)."""
         calls = f"{self.num_custom_calls} custom call{'' if self.num_custom_calls == 1 else 's'}"
@@ -132,7 +140,7 @@ def report_of(compiled: Compiled, function: str) -> Report:
             for take in ir.walk(e):
                 for k in compiled.detected.pool.origins.get(id(take), ()):
                     reached[k] += found[id(take)] or ["none"]
-                    rewrites[k] += [n for x in ir.walk(take) for n in compiled.notes.get(id(x), [])]
+                    rewrites[k] += [n for x in ir.walk(take) for n in compiled.detected.pool.notes.get(id(x), ())]
                     rewrites[k] += compiled.simplified.applied.get(id(take), ())
     total = collections.Counter(id(r.table) for r in compiled.reads)
     seen: collections.Counter[int] = collections.Counter()
@@ -165,10 +173,12 @@ def _combiners(e: ir.Expr, kind: str, weighted: bool, found: dict[int, list[str]
         return
     if isinstance(e, (ir.Reduce, ir.SegReduce)):
         kind = kind if kind == "mean" else e.kind
-    if isinstance(e, ir.Op) and e.name == "mul" and kind in ("sum", "mean") and any(not a.takes for a in e.args):
-        weighted = True
+    if isinstance(e, ir.Op) and e.name == "mul" and kind in ("sum", "mean"):
+        weighted = weighted or any(not a.takes and not _is_mask(a) for a in e.args)
     for c in e.children:
         if c.takes:
             _combiners(c, kind, weighted, found)
 
 
+def _is_mask(e: ir.Expr) -> bool:
+    return isinstance(e, ir.Op) and e.name == "convert" and e.args[0].dtype == "bool"

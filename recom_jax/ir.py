@@ -212,6 +212,11 @@ class Pool:
         self._known: dict[tuple[Any, ...], Expr] = {}
         # id of a Take -> serial numbers of the reads it stands for (equal reads are one Take).
         self.origins: dict[int, set[int]] = {}
+        # id of an expression -> names of the rewrites that detection made it by.
+        self.notes: dict[int, tuple[str, ...]] = {}
+
+    def note(self, e: Expr, names: tuple[str, ...]) -> None:
+        self.notes[id(e)] = tuple(dict.fromkeys((*self.notes.get(id(e), ()), *names)))
 
     def _intern(self, kind: type[Any], key: tuple[Any, ...], *fields: Any) -> Any:
         key = (kind, *key)
@@ -314,6 +319,8 @@ class Pool:
             new = self.seg_reduce(e.kind, e.dtype, e.data, e.seg, e.total, bag, bag_offset, feature, e.init)
         else:
             new = self.with_children(e, [self.remap(c, rank, f, memo) for c in e.children])
+        if id(e) in self.notes and new is not e:
+            self.note(new, self.notes[id(e)])
         memo[(id(e), rank)] = new
         return new
 

@@ -41,7 +41,6 @@ class Compiled:
     jaxpr: Any
     forced: dict[int, str]
     reads: tuple[Read, ...]
-    notes: dict[int, list[str]]
 
 
 @contextlib.contextmanager
@@ -73,7 +72,7 @@ def _unfused(traced: Traced, options: Options, reason: str) -> Compiled:
     """The original program, each table read marked with the reason."""
     everything = {id(v): reason for e in traced.jaxpr.eqns for v in e.outvars}
     detected, detector = detect(traced.jaxpr, options, everything)
-    return Compiled(traced, detected, Simplified((), {}), (), traced.jaxpr, everything, detected.reads, detector.notes)
+    return Compiled(traced, detected, Simplified((), {}), (), traced.jaxpr, everything, detected.reads)
 
 
 def _compile(traced: Traced, options: Options) -> Compiled:
@@ -97,7 +96,7 @@ def _compile(traced: Traced, options: Options) -> Compiled:
     jaxpr = splice(detected, detector.extra_consts, encoded, options)
     dump(options, trace=traced, detect=detected, simplify=simplified, splice=jaxpr,
          **{f"program{level}": s for level, s in scheduled})
-    return Compiled(traced, detected, simplified, tuple(encoded), jaxpr, forced, detected.reads, detector.notes)
+    return Compiled(traced, detected, simplified, tuple(encoded), jaxpr, forced, detected.reads)
 
 
 # ---- prepared programs -----------------------------------------------------------------------------------------

@@ -8,28 +8,32 @@ call hands over a few operands. Weights are swapped atomically; calls in flight 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import jax
 import numpy as np
 
-from recom_jax import pack, pipeline
-from recom_jax.bound import Plan, Source, make_plan
+from recom_jax import _recom, operands, pack, pipeline
+from recom_jax.bound import MismatchError, Plan, Source, direct_mismatch, make_plan
 from recom_jax.errors import (
-    ArgumentError,
     BatchError,
+    BatchTypeError,
     BindError,
+    BindTypeError,
+    DeletedError,
     LeaseError,
     RecomError,
     trace_error,
 )
 from recom_jax.options import Options
 from recom_jax.pack import LeafSpec
-from recom_jax.signature import Signature, leaf_problem
+from recom_jax.signature import DELETED, Signature, is_deleted, leaf_fault, leaf_problem
 
 _PACK_ANY = 1 << 18  # bytes: numpy leaves up to this size are packed even if only XLA reads them
+_PAGE = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,93 +62,196 @@ class BindCost:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Weights:
-    """One version of the bound arguments. `arenas` maps a tuple of leaf numbers to the packed buffer."""
+    """One version of the bound arguments. Never changed, except that `arenas` and `ready` fill up.
+
+    Attributes:
+      leaves: the arrays; None where only an arena holds it (in a server that is an argument of a traced function).
+      arenas: numbers of the leaves in it -> the packed buffer.
+      ready: plan -> its operands from this version.
+      traced: some of them are tracers.
+    """
 
     leaves: tuple[Any, ...]
-    arenas: dict[tuple[int, ...], jax.Array]
+    arenas: dict[tuple[int, ...], Any]
+    ready: dict[Plan, list[Any]] = dataclasses.field(default_factory=dict)
+    traced: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _FlatBatch:
+    """Batches that are one dict of arrays, as most are: their leaves without flattening."""
+
+    first: Any
+    leaves: Callable[[Any], tuple[Any, ...]]
+    plans: dict[Any, tuple[Plan, ...]]  # by the first leaf's shape
+
+
+class _Core:
+    """What servers of one function share: everything but the weights."""
+
+    def __init__(self, fn: Callable[..., Any], signature: Signature, options: Options, name: str,
+                 leading: Sequence[Any]) -> None:
+        self.fn, self.signature, self.options, self.name = fn, signature, options, name
+        self.n_leading = len(leading)
+        self.static = {k: leading[k] for k in signature.static_argnums if k < len(leading)}
+        self.has_static = bool(signature.static_argnames) or any(
+            k >= len(leading) for k in signature.static_argnums)
+        paths, self.tree = jax.tree_util.tree_flatten_with_path(self.dynamic(leading))
+        positions = [k for k in range(len(leading)) if k not in self.static]
+        self.names = tuple(signature.parameter(positions[p[0].idx]) + jax.tree_util.keystr(p[1:]) for p, _ in paths)
+        self.specs: tuple[Any, ...] = ()
+        self.lock = threading.RLock()
+        self.plans: dict[Any, tuple[Plan, ...]] = {}  # by (number of leaves, the first leaf's shape)
+        self.by_types: dict[Any, Plan] = {}
+        self.by_layout: dict[Any, tuple[Plan, ...]] = {}
+        self.flat: dict[int, _FlatBatch] = {}  # by number of keys
+        self.example: Any = None
+        self.staging = pack.Staging(options.ring_slots, timeout_s=options.lease_timeout_s)
+
+    def dynamic(self, leading: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(x for k, x in enumerate(leading) if k not in self.static)
+
+    def full_args(self, bound: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+        args: list[Any] = list(jax.tree_util.tree_unflatten(self.tree, bound))
+        for k, value in sorted(self.static.items()):
+            args.insert(k, value)
+        return [*args, *batch]
+
+    def split_static(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """The batch without its static arguments, and those."""
+        if not self.has_static:
+            return tuple(batch), kwargs, ()
+        nums, names = self.signature.static_argnums, self.signature.static_argnames
+        rest = tuple(x for k, x in enumerate(batch) if k + self.n_leading not in nums)
+        static = [(k, x) for k, x in enumerate(batch) if k + self.n_leading in nums]
+        static += [(k, x) for k, x in kwargs.items() if k in names]
+        return rest, {k: x for k, x in kwargs.items() if k not in names}, tuple(static)
+
+    def add(self, plan: Plan, batch: Any, kwargs: Any, leaves: Sequence[Any]) -> None:
+        """Makes a plan known to calls. The lock is held; readers take none, so tuples are replaced whole."""
+        shape = _first_shape(leaves)
+        self.plans[len(leaves), shape] = (*self.plans.get((len(leaves), shape), ()), plan)
+        if plan.packed:
+            self.by_layout[plan.layout] = (*self.by_layout.get(plan.layout, ()), plan)
+        if len(batch) != 1 or kwargs or plan.static or type(batch[0]) is not dict or not plan.all_packed:
+            return
+        keys = sorted(batch[0])
+        if len(keys) < 2 or not all(batch[0][k] is x for k, x in zip(keys, leaves, strict=True)):
+            return
+        found = self.flat.get(len(keys))
+        if found is None or found.plans and next(iter(found.plans.values()))[0].tree != plan.tree:
+            found = self.flat[len(keys)] = _FlatBatch(keys[0], operator.itemgetter(*keys), {})
+        found.plans[shape] = (*found.plans.get(shape, ()), plan)
 
 
 class Server:
     """A function with its leading arguments bound: ``serve(batch)``. Made by `OptimizedFunction.bind`.
 
-    Thread-safe. The bound arrays must stay alive: if they are donated elsewhere, calls raise ArgumentError.
+    Thread-safe. The bound arrays must stay alive: if they are donated elsewhere, calls raise DeletedError.
+
+    Inside a trace the bound arrays enter as operands, never as constants. A server is a pytree of its arrays, so it
+    can be an argument too: ``jax.jit(lambda serve, batch: serve(batch))(serve, batch)``.
     """
 
     def __init__(self, fn: Callable[..., Any], signature: Signature, options: Options, leading: Sequence[Any],
                  name: str) -> None:
-        self._fn, self._signature, self._options, self.__name__ = fn, signature, options, name
-        self._static = {k: leading[k] for k in signature.static_argnums if k < len(leading)}
-        dynamic = tuple(x for k, x in enumerate(leading) if k not in self._static)
-        self._n_leading = len(leading)
         if signature.parameters is not None:
             try:
                 signature.parameters.bind_partial(*leading)
             except TypeError as why:
-                raise BindError(f"bind: {name}{signature.parameters}: {why}") from None
-        paths, self._tree = jax.tree_util.tree_flatten_with_path(dynamic)
-        positions = [k for k in range(len(leading)) if k not in self._static]
-        self._names = tuple(signature.parameter(positions[p[0].idx]) + jax.tree_util.keystr(p[1:]) for p, _ in paths)
-        self._weights = _Weights(self._own([leaf for _, leaf in paths]), {})
+                raise BindTypeError(f"bind: {name}{signature.parameters}: {why}") from None
+        self.__name__ = name
+        self._core = _Core(fn, signature, options, name, leading)
+        leaves = self._own(jax.tree_util.tree_leaves(self._core.dynamic(leading)))
+        self._core.specs = tuple(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in leaves)  # type: ignore[no-untyped-call]
+        self._weights = _Weights(leaves, {}, traced=any(isinstance(x, jax.core.Tracer) for x in leaves))
         self._lock = threading.RLock()
-        self._plans: dict[Any, list[Plan]] = {}
-        self._by_types: dict[Any, Plan] = {}
-        self._last: Plan | None = None
-        self._example: Any = None
-        self._staging = pack.Staging(options.ring_slots, timeout_s=options.lease_timeout_s)
+        self._operands: dict[Any, operands.Operand] = {}
 
     # ---- weights ------------------------------------------------------------------------------------------
 
     def _own(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Device arrays; numpy arrays are copied, since JAX would alias memory the caller may write."""
         owned = []
-        for name, leaf in zip(self._names, leaves, strict=True):
+        for name, leaf in zip(self._core.names, leaves, strict=True):
+            what = f"bound argument {name} of {self.__name__}"
+            if is_deleted(leaf):
+                raise DeletedError(f"{what}: {DELETED}")
             problem = leaf_problem(leaf)
             if problem:
-                raise BindError(f"bound argument {name} of {self.__name__}: {problem}")
-            owned.append(leaf if isinstance(leaf, jax.Array) else jax.numpy.array(leaf))
+                raise BindTypeError(f"{what}: {problem}")
+            if isinstance(leaf, jax.Array):
+                owned.append(leaf)
+            elif isinstance(leaf, (bool, int, float, complex)):
+                owned.append(jax.numpy.asarray(leaf))  # stays weakly typed
+            else:
+                owned.append(jax.numpy.array(leaf))
         return tuple(owned)
 
     def update(self, *leading: Any) -> None:
         """Swaps the bound arguments. Calls that have begun keep the old ones; nothing is recompiled.
 
+        Jitted functions that close over this server use the new ones from their next call on.
+
         Raises:
           BindError: structure, shape or dtype differ from what was bound (nothing has changed then).
         """
-        if len(leading) != self._n_leading:
-            raise BindError(f"update takes the {self._n_leading} bound arguments of {self.__name__}, not {len(leading)}")
-        for k, value in self._static.items():
+        core = self._core
+        if len(leading) != core.n_leading:
+            raise BindTypeError(f"update takes the {core.n_leading} bound arguments of {self.__name__}, "
+                                f"not {len(leading)}")
+        for k, value in core.static.items():
             if leading[k] != value:
-                raise BindError(f"update: static argument {self._signature.parameter(k)} was bound as {value!r}")
-        dynamic = tuple(x for k, x in enumerate(leading) if k not in self._static)
-        leaves, tree = jax.tree_util.tree_flatten(dynamic)
-        if tree != self._tree:
-            raise BindError(f"update: the arguments' structure differs from what was bound: {tree}, not {self._tree}")
+                raise BindError(f"update: static argument {core.signature.parameter(k)} was bound as {value!r}; "
+                                "bind again to change it")
+        leaves, tree = jax.tree_util.tree_flatten(core.dynamic(leading))
+        if cast(Any, tree) != core.tree:
+            raise BindError(f"update: the arguments' structure differs from what was bound: {tree}, not {core.tree}")
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            raise BindError("update inside a trace would leak traced arrays into the server; bind there instead: "
+                            "model.bind(params)(batch)")
         new = self._own(leaves)
-        for name, old, now in zip(self._names, self._weights.leaves, new, strict=True):
+        for name, old, now in zip(core.names, core.specs, new, strict=True):
             if old.shape != now.shape or old.dtype != now.dtype:
-                raise BindError(f"update: {name} is {now.dtype}{list(now.shape)}, bound was {old.dtype}{list(old.shape)}")
+                raise BindError(f"update: {name} is {now.dtype}{list(now.shape)}, "
+                                f"bound was {old.dtype}{list(old.shape)}")
         with self._lock:
             arenas = {key: self._pack_tables(new, key) for key in self._weights.arenas}
             self._weights = _Weights(new, arenas)
         pipeline.count("weight_updates")
 
     def _pack_tables(self, leaves: Sequence[Any], which: tuple[int, ...]) -> jax.Array:
-        arena = pack.Arena.build([np.asarray(leaves[k]) for k in which], names=[self._names[k] for k in which])
-        return jax.device_put(arena.data)
+        names = [self._core.names[k] for k in which]
+        for k, name in zip(which, names, strict=True):
+            if is_deleted(leaves[k]):
+                raise DeletedError(f"bound argument {name} of {self.__name__}: {DELETED}")
+        arena = pack.Arena.build([np.asarray(leaves[k]) for k in which], names=names)
+        return cast(jax.Array, jax.device_put(arena.data))
 
-    def _arena(self, plan: Plan) -> tuple[_Weights, Any]:
-        weights = self._weights
-        if not plan.arena_leaves:
-            return weights, None
-        found = weights.arenas.get(plan.arena_leaves)
+    def _arena(self, weights: _Weights, which: tuple[int, ...]) -> Any:
+        """The packed tables of a version of the weights, made at first use."""
+        found = weights.arenas.get(which)
         if found is None:
             with self._lock:
-                weights = self._weights
-                found = weights.arenas.get(plan.arena_leaves)
+                found = weights.arenas.get(which)
                 if found is None:
-                    found = self._pack_tables(weights.leaves, plan.arena_leaves)
-                    weights.arenas[plan.arena_leaves] = found
-        return weights, found
+                    found = weights.arenas[which] = self._pack_tables(weights.leaves, which)
+        return found
+
+    def _bound(self, plan: Plan) -> list[Any]:
+        """The leading operands of a plan: the arena, and arrays that are not in it."""
+        weights = self._weights
+        found = weights.ready.get(plan)
+        if found is None:
+            if plan.arena_leaves:
+                with self._lock:  # so that an update either sees the arena or comes first
+                    weights = self._weights
+                    self._arena(weights, plan.arena_leaves)
+            found = [self._arena(weights, plan.arena_leaves)] if plan.arena_leaves else []
+            found += [weights.leaves[k] for k in plan.direct_bound]
+            weights.ready[plan] = found
+        return found
 
     # ---- calls --------------------------------------------------------------------------------------------
 
@@ -155,112 +262,195 @@ class Server:
           BatchError (a ValueError), BatchTypeError (a TypeError): a leaf does not fit, named.
           LeaseError: the batch is a lease that was served already, or no staging slot came free in time.
         """
-        leaves, tree = jax.tree_util.tree_flatten((batch, kwargs))
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if self._weights.traced or operands.tracing():
             return self._traced(batch, kwargs)
-        slot = self._lease(leaves)
+        core = self._core
+        if len(batch) == 1 and not kwargs and type(batch[0]) is dict:
+            flat = core.flat.get(len(batch[0]))
+            if flat is not None:
+                found = self._call_flat(flat, batch[0])
+                if found is not _MISS:
+                    return found
+        dynamic, named, static = core.split_static(batch, kwargs)
+        leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
+        slot = _recom.lease_among(leaves)
         if slot is not None:
-            return self._serve_lease(slot, leaves, tree)
-        plan = self._last
-        staged: Any = -1
-        if plan is not None and plan.tree == tree:
-            staged = self._stage(plan, leaves)
+            return self._serve_lease(slot, leaves, tree, static)
+        for plan in core.plans.get((len(leaves), _first_shape(leaves)), ()):
+            if plan.tree == tree and plan.static == static:
+                found = self._try(plan, leaves)
+                if found is not _MISS:
+                    return found
+        plan = self._plan(batch, kwargs)
+        staged = self._stage(plan, leaves)
         if isinstance(staged, int):
-            for plan in self._plans.get((tree, _first_shape(leaves)), ()):
-                staged = self._stage(plan, leaves)
-                if not isinstance(staged, int):
-                    break
-            else:
-                plan = self._plan(batch, kwargs)
-                staged = self._stage(plan, leaves)
-                if isinstance(staged, int):
-                    raise pack.mismatch(plan.layout, staged, leaves[plan.packed[staged]],
-                                        [plan.names[k] for k in plan.packed])
-        assert plan is not None
+            raise pack.mismatch(plan.layout, staged, leaves[plan.packed[staged]], plan.packed_names)
         return self._run(plan, staged, leaves)
 
+    def _call_flat(self, flat: _FlatBatch, batch: dict[Any, Any]) -> Any:
+        try:
+            plans = flat.plans[batch[flat.first].shape]
+            leaves = flat.leaves(batch)
+        except (KeyError, AttributeError):
+            return _MISS
+        slot = _recom.lease_among(leaves)
+        if slot is not None:
+            return self._serve_lease(slot, leaves, plans[0].tree, ())
+        for plan in plans:
+            found = self._try(plan, leaves)
+            if found is not _MISS:
+                return found
+        return _MISS
+
+    def _try(self, plan: Plan, leaves: Sequence[Any]) -> Any:
+        staged = self._stage(plan, leaves)
+        if isinstance(staged, int):
+            return _MISS
+        try:
+            return self._run(plan, staged, leaves)
+        except MismatchError:
+            return _MISS
+
     def _stage(self, plan: Plan, leaves: Sequence[Any]) -> Any:
-        """The staging array, or the index of a packed leaf that does not fit."""
+        """The staging array, None if nothing is staged, or the index of a packed leaf that does not fit."""
         if not plan.packed:
-            return None if _fits(plan, leaves) else 0
-        if not _fits(plan, leaves):
-            return 0
+            return None
         chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
-        return self._staging.try_pack(plan.layout, chosen)
+        return self._core.staging.try_pack(plan.layout, chosen)
 
     def _run(self, plan: Plan, staged: Any, leaves: Sequence[Any]) -> Any:
-        weights, arena = self._arena(plan)
-        args = ([] if staged is None else [staged]) + ([] if arena is None else [arena])
-        args += [weights.leaves[k] for k in plan.direct_bound]
-        args += [leaves[k] for k in plan.direct]
-        self._last = plan
+        bound = self._bound(plan)
+        direct = [leaves[k] for k in plan.direct]
         try:
-            return plan.call(*args)
+            return plan.call(*bound, *direct) if staged is None else plan.call(staged, *bound, *direct)
         except RecomError:
             raise
         except Exception as why:
-            for k in range(len(weights.leaves)):
-                problem = leaf_problem(weights.leaves[k])
-                if problem:
-                    raise trace_error(why, f"bound argument {self._names[k]} of {self.__name__}: {problem}",
-                                      ArgumentError) from why
+            n = bool(plan.arena_leaves)
+            for k, leaf in zip(plan.direct_bound, bound[n:], strict=True):
+                self._blame(leaf, f"bound argument {self._core.names[k]}", why)
             for k in plan.direct:
-                problem = leaf_problem(leaves[k])
-                if problem:
-                    raise trace_error(why, f"argument {plan.names[k]} of {self.__name__}: {problem}",
-                                      ArgumentError) from why
+                self._blame(leaves[k], f"argument {plan.names[k]}", why)
             raise trace_error(why, f"while serving {self.__name__}") from why
 
+    def _blame(self, leaf: Any, what: str, why: Exception) -> None:
+        fault = leaf_fault(leaf, f"{what} of {self.__name__}", why)
+        if fault is not None:
+            raise fault from why
+
+    # ---- inside a trace -----------------------------------------------------------------------------------
+
+    def snapshot(self) -> _Weights:
+        """For `operands`: the version of the weights that a call of a traced program uses."""
+        return self._weights
+
+    def lookup(self, version: _Weights, key: Any) -> Any:
+        """For `operands`: an arena (by the leaves in it) or a leaf (by number) of a version."""
+        return self._arena(version, key) if isinstance(key, tuple) else version.leaves[key]
+
     def _traced(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Inside a trace. Weights enter as operands of the traced program where the server itself is an argument."""
-        args = self._full_args(self._weights.leaves, batch)
-        from recom_jax.api import OptimizedFunction
+        """Inside jit, vmap, grad: the program becomes part of the trace, with the bound arrays as operands."""
+        weights = self._weights
+        batched = any(isinstance(x, jax.interpreters.batching.BatchTracer)
+                      for x in jax.tree_util.tree_leaves((batch, kwargs)))
+        # Batching goes through the compiler again, which sees tables, not packs.
+        plan, leaves = self._make(batch, kwargs, packs=False, arena=not batched)
+        if weights.traced and plan.arena_leaves not in weights.arenas:
+            plan, leaves = self._make(batch, kwargs, packs=False, arena=False)
+        keys = ([plan.arena_leaves] if plan.arena_leaves else []) + list(plan.direct_bound)
+        if weights.traced:
+            bound = [self._in_trace(weights, key) for key in keys]
+        else:
+            bound = operands.as_operands([self._operand(weights, key) for key in keys])
+        try:
+            return plan.body(*bound, *(leaves[k] for k in plan.direct))
+        except RecomError:
+            raise
+        except Exception as why:
+            raise trace_error(why, f"while serving {self.__name__} inside a trace") from why
 
-        return OptimizedFunction(self._fn, self._signature, self._options)._jitted(*args, **kwargs)
+    def _operand(self, weights: _Weights, key: Any) -> operands.Operand:
+        with self._lock:
+            found = self._operands.get(key)
+            if found is None:
+                found = self._operands[key] = operands.Operand(self, key, self.lookup(weights, key))
+            return found
 
-    def _full_args(self, bound: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-        args: list[Any] = list(jax.tree_util.tree_unflatten(self._tree, bound))
-        for k, value in sorted(self._static.items()):
-            args.insert(k, value)
-        return [*args, *batch]
+    def _in_trace(self, weights: _Weights, key: Any) -> Any:
+        if isinstance(key, tuple):
+            return weights.arenas[key]
+        if weights.leaves[key] is not None:
+            return weights.leaves[key]
+        which = next(w for w in weights.arenas if key in w)
+        specs = [LeafSpec.of(self._core.specs[k]) for k in which]
+        return pack.unpack(weights.arenas[which], pack.layout_of(specs), which.index(key))
+
+    def _flatten(self) -> tuple[tuple[Any, ...], Any]:
+        weights = self._weights
+        keys = tuple(sorted(weights.arenas))
+        inside = {k for key in keys for k in key}
+        rest = tuple(x for k, x in enumerate(weights.leaves) if k not in inside)
+        return (*(weights.arenas[key] for key in keys), *rest), (self._core, keys)
+
+    @classmethod
+    def _unflatten(cls, aux: Any, children: Sequence[Any]) -> Server:
+        core, keys = aux
+        arenas = dict(zip(keys, children, strict=False))
+        inside = {k for key in keys for k in key}
+        rest = iter(children[len(keys):])
+        leaves = tuple(None if k in inside else next(rest) for k in range(len(core.names)))
+        new = object.__new__(cls)
+        new.__name__, new._core = core.name, core
+        # Tracers, or whatever JAX puts in their place: such a server takes every call the traced way.
+        new._weights = _Weights(leaves, arenas, traced=True)
+        new._lock, new._operands = threading.RLock(), {}
+        return new
 
     # ---- plans --------------------------------------------------------------------------------------------
 
-    def _plan(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-        """The compiled form for these types, made on first sight."""
-        leaves, tree = jax.tree_util.tree_flatten((tuple(batch), kwargs))
-        args = self._full_args(self._weights.leaves, batch)
-        call = self._signature.split(args, kwargs)
-        n_bound = len(self._weights.leaves)
-        names, own = call.names[n_bound:], call.leaves[n_bound:]
-        for name, leaf in zip(names, own, strict=True):
+    def _make(self, batch: Sequence[Any], kwargs: dict[str, Any], packs: bool,
+              arena: bool = True) -> tuple[Plan, Sequence[Any]]:
+        """A plan, and the batch's leaves."""
+        core = self._core
+        dynamic, named, static = core.split_static(batch, kwargs)
+        leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
+        call = core.signature.split(core.full_args(core.specs, batch), kwargs, checks_leaves=False)
+        n_bound = len(core.specs)
+        for name, leaf in zip(call.names[n_bound:], leaves, strict=True):
+            what = f"argument {name} of {self.__name__}"
             problem = leaf_problem(leaf)
             if problem:
-                from recom_jax.errors import BatchTypeError
+                raise BatchTypeError(f"{what}: {problem}")
+            if is_deleted(leaf):
+                raise DeletedError(f"{what}: {DELETED}")
+        packable = tuple(packs and _is_packable(x) for x in leaves)
+        source = Source(core.fn, call, n_bound, tree, static, packable, arena, core.options, self.__name__, _PACK_ANY)
+        return make_plan(source), leaves
 
-                raise BatchTypeError(f"argument {name} of {self.__name__}: {problem}")
-        packable = tuple(_is_packable(x) for x in leaves)
-        key = (tree, packable, tuple((tuple(np.shape(x)), str(_dtype(x))) for x in leaves),
-               tuple(k for k, x in enumerate(leaves) if isinstance(x, (bool, int, float, complex))))
-        with self._lock:
-            plan = self._by_types.get(key)
+    def _plan(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+        """The compiled form for these types, made on first sight."""
+        core = self._core
+        dynamic, named, static = core.split_static(batch, kwargs)
+        leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
+        key = (tree, static, jax.config.jax_enable_x64, tuple(_type_key(x) for x in leaves))
+        with core.lock:
+            plan = core.by_types.get(key)
             if plan is None:
-                source = Source(self._fn, call, self._names, names, tree, packable, self._options, self.__name__,
-                                _PACK_ANY)
-                plan = make_plan(source)
-                self._by_types[key] = plan
-                self._plans.setdefault((tree, _first_shape(leaves)), []).append(plan)
-            if self._example is None:
-                self._example = jax.tree_util.tree_map(_spec, (tuple(batch), kwargs))
+                plan, _ = self._make(batch, kwargs, packs=True)
+                core.by_types[key] = plan
+                core.add(plan, dynamic, named, leaves)
+            if core.example is None:
+                core.example = jax.tree_util.tree_map(_spec, (tuple(batch), kwargs)) if not core.has_static else None
         return plan
 
     def cost(self, *batch: Any, **kwargs: Any) -> BindCost:
-        """What serving this batch (arrays or ShapeDtypeStructs) will allocate. Allocates nothing itself."""
-        plan = self._plan(*_as_numpy(batch, kwargs))
-        leaves = self._weights.leaves
-        arena = pack.layout_of([LeafSpec.of(leaves[k]) for k in plan.arena_leaves]).total_bytes if plan.arena_leaves else 0
-        shared = sum(leaves[k].nbytes for k in plan.direct_bound)
-        return BindCost(arena, plan.layout.total_bytes if plan.packed else 0, self._options.ring_slots, shared)
+        """What serving this batch (arrays or ShapeDtypeStructs) will allocate. Allocates none of it."""
+        plan = self._plan(*_concrete(batch, kwargs))
+        specs = self._core.specs
+        arena = pack.layout_of([LeafSpec.of(specs[k]) for k in plan.arena_leaves]).total_bytes if plan.arena_leaves else 0
+        shared = sum(int(np.prod(specs[k].shape)) * specs[k].dtype.itemsize for k in plan.direct_bound)
+        return BindCost(-(-arena // _PAGE) * _PAGE, pack.ring_bytes(plan.layout, 1) if plan.packed else 0,
+                        self._core.options.ring_slots, shared)
 
     def warmup(self, sizes: Sequence[int], *example: Any, **kwargs: Any) -> None:
         """Traces and compiles for these batch sizes before traffic.
@@ -273,18 +463,20 @@ class Server:
         Raises:
           BatchError: there is no example yet, or a size is negative.
         """
-        spec = jax.tree_util.tree_map(_spec, (example, kwargs)) if example or kwargs else self._example
+        core = self._core
+        spec = jax.tree_util.tree_map(_spec, (example, kwargs)) if example or kwargs else core.example
         if spec is None:
-            raise BatchError(f"warmup of {self.__name__}: no batch was seen yet; pass one: warmup(sizes, example_batch)")
-        scales = _batch_axes(spec)
+            raise BatchError(f"warmup of {self.__name__}: no batch was seen yet; pass one: "
+                             "warmup(sizes, example_batch)")
         for size in sizes:
-            if not isinstance(size, (int, np.integer)) or size < 0:
+            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0:
                 raise BatchError(f"warmup of {self.__name__}: a batch size is a number of at least 0, not {size!r}")
-            leaves, tree = jax.tree_util.tree_flatten(spec)
-            made = [np.zeros(tuple(int(size) if (k, a) in scales else n for a, n in enumerate(s.shape)), s.dtype)
-                    for k, s in enumerate(leaves)]
+        leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: isinstance(x, _Given))
+        scales = _batch_axes(leaves)
+        for size in sizes:
+            made = [x.of_size(int(size) if k in scales else None) for k, x in enumerate(leaves)]
             args, kw = jax.tree_util.tree_unflatten(tree, made)
-            jax.block_until_ready(self(*args, **kw))
+            jax.block_until_ready(self(*args, **kw))  # type: ignore[no-untyped-call]
 
     # ---- leases -------------------------------------------------------------------------------------------
 
@@ -292,6 +484,7 @@ class Server:
         """Leases one staging slot: writable numpy arrays shaped like the batch, with undefined contents.
 
         Fill them and serve them; that consumes the lease and copies nothing. Waits while every slot is taken.
+        Leaves of 64 bits are views of 32 while JAX's x64 mode is off. Python scalars come back as they are.
 
         Args:
           *example: a batch, as arrays or ShapeDtypeStructs.
@@ -302,12 +495,13 @@ class Server:
         Raises:
           LeaseError: no slot came free in ``Options.lease_timeout_s``.
         """
-        batch, kw = _as_numpy(example, kwargs)
+        batch, kw = _concrete(example, kwargs, all_numpy=True)
         plan = self._plan(batch, kw)
-        leaves, tree = jax.tree_util.tree_flatten((batch, kw))
-        views = [np.empty(x.shape, x.dtype) for x in leaves]
+        dynamic, named, static = self._core.split_static(batch, kw)
+        leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
+        views = [np.empty(x.shape, x.dtype) if type(x) is np.ndarray else x for x in leaves]
         if plan.packed:
-            slot = self._staging.acquire(plan.layout)
+            slot = self._core.staging.acquire(plan.layout)
             for entry, k in enumerate(plan.packed):
                 views[k] = slot.view(entry)
         args, named = jax.tree_util.tree_unflatten(tree, views)
@@ -315,69 +509,96 @@ class Server:
             return named if not args else (args, named)
         return args[0] if len(args) == 1 else args
 
-    def _lease(self, leaves: Sequence[Any]) -> Any:
-        for leaf in leaves:
-            if type(leaf) is np.ndarray and leaf.base is not None:
-                slot = pack.lease_of(leaf)
-                if slot is not None:
-                    return slot
-                return None
-        return None
-
-    def _serve_lease(self, slot: Any, leaves: Sequence[Any], tree: Any) -> Any:
+    def _serve_lease(self, slot: Any, leaves: Sequence[Any], tree: Any, static: Any) -> Any:
         if slot.state != "leased":
-            raise LeaseError(f"{self.__name__}: these input views were served already; lease new ones with input_views()")
-        plan = next((p for p in self._by_types.values() if p.tree == tree and p.layout == slot.layout), None)
-        if plan is None:
+            self._served_twice()
+        plans = [p for p in self._core.by_layout.get(slot.layout, ()) if p.tree == tree and p.static == static]
+        if not plans:
             raise BatchError(f"{self.__name__}: the batch does not match the lease: its structure differs from the "
-                             "example that input_views() was given")
-        chosen = [leaves[k] for k in plan.packed]
-        if not _fits(plan, leaves):
-            raise BatchError(f"{self.__name__}: the batch does not match the lease: an argument changed its type")
-        bad = plan.packer.pack_into(slot, chosen)  # leaves in their own place are skipped, others copied in
+                             "example that input_views() was given. Serve the views in the structure they came in, "
+                             "or copies of them")
+        why = ""
+        for plan in plans:
+            why = direct_mismatch(plan, leaves)
+            if not why:
+                break
+        else:
+            raise BatchTypeError(f"{self.__name__}: the batch does not match the lease: {why}")
+        chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
+        try:
+            bad = plan.packer.pack_into(slot, chosen)  # leaves in their own place are skipped, others copied in
+            if bad < 0:
+                slot.freeze()
+                staged = slot.array()
+        except RuntimeError:  # another thread serves the same lease
+            self._served_twice()
         if bad >= 0:
-            raise pack.mismatch(plan.layout, bad, chosen[bad], [plan.names[k] for k in plan.packed])
-        slot.freeze()
-        return self._run(plan, slot.array(), leaves)
+            raise pack.mismatch(plan.layout, bad, chosen[bad], plan.packed_names)
+        return self._run(plan, staged, leaves)
+
+    def _served_twice(self) -> NoReturn:
+        raise LeaseError(f"{self.__name__}: these input views were served already; lease new ones with "
+                         "input_views()") from None
 
     def __repr__(self) -> str:
-        total = sum(x.nbytes for x in self._weights.leaves)
-        return f"<recom_jax server of {self.__name__}: {len(self._weights.leaves)} bound arrays, {total:,} bytes>"
+        total = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in self._core.specs)
+        return f"<recom_jax server of {self.__name__}: {len(self._core.specs)} bound arrays, {total:,} bytes>"
 
 
-def _fits(plan: Plan, leaves: Sequence[Any]) -> bool:
-    """Whether what is not packed has the kind the plan was made for (XLA checks shapes itself)."""
-    return all(type(leaves[k]) is kind and np.shape(leaves[k]) == shape and _dtype(leaves[k]) == dtype
-               for k, kind, shape, dtype in plan.direct_kinds)
+jax.tree_util.register_pytree_node(Server, Server._flatten, Server._unflatten)
+_MISS: Any = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What is remembered of an example's leaf: enough to make one like it."""
+
+    kind: str  # "numpy", "jax" or "scalar"
+    shape: tuple[int, ...]
+    dtype: Any
+    value: Any = None
+
+    def of_size(self, size: int | None) -> Any:
+        if self.kind == "scalar":
+            return self.value
+        shape = self.shape if size is None else (size, *self.shape[1:])
+        return (np if self.kind == "numpy" else jax.numpy).zeros(shape, self.dtype)
+
+
+def _spec(leaf: Any) -> _Given:
+    if isinstance(leaf, (bool, int, float, complex)):
+        return _Given("scalar", (), None, leaf)
+    kind = "jax" if isinstance(leaf, jax.Array) else "numpy"
+    array = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)
+    return _Given(kind, tuple(array.shape), array.dtype)
+
+
+def _batch_axes(leaves: Sequence[_Given]) -> set[int]:
+    """Leaves whose leading axis scales with the batch: as long as the first leaf's."""
+    first = next((s.shape[0] for s in leaves if s.shape), None)
+    return {k for k, s in enumerate(leaves) if s.shape and s.shape[0] == first}
+
+
+def _concrete(batch: Any, kwargs: Any, all_numpy: bool = False) -> Any:
+    """The batch with uninitialised numpy arrays where only a type is known (or wherever there is an array)."""
+
+    def one(leaf: Any) -> Any:
+        known = type(leaf) is np.ndarray or isinstance(leaf, (bool, int, float, complex))
+        if known or not hasattr(leaf, "shape") or not (all_numpy or isinstance(leaf, jax.ShapeDtypeStruct)):
+            return leaf
+        return np.empty(leaf.shape, leaf.dtype)
+
+    return jax.tree_util.tree_map(one, (tuple(batch), kwargs))
+
+
+def _type_key(leaf: Any) -> Any:
+    shape = np.shape(leaf) if hasattr(leaf, "shape") else ()
+    return type(leaf), shape, str(getattr(leaf, "dtype", "")), getattr(leaf, "weak_type", False), _is_packable(leaf)
 
 
 def _first_shape(leaves: Sequence[Any]) -> Any:
-    return np.shape(leaves[0]) if leaves else None
-
-
-def _dtype(leaf: Any) -> Any:
-    return getattr(leaf, "dtype", type(leaf))
+    return getattr(leaves[0], "shape", ()) if leaves else None
 
 
 def _is_packable(leaf: Any) -> bool:
     return type(leaf) is np.ndarray and leaf.dtype.isnative and LeafSpec.of(leaf).packable
-
-
-def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    array = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-
-def _as_numpy(batch: Any, kwargs: Any) -> Any:
-    """The batch with every leaf as numpy (uninitialised where only a shape is known)."""
-    return jax.tree_util.tree_map(
-        lambda x: x if type(x) is np.ndarray else np.empty(_spec(x).shape, _spec(x).dtype), (tuple(batch), kwargs))
-
-
-def _batch_axes(spec: Any) -> set[tuple[int, int]]:
-    """(leaf, axis) pairs that scale with the batch: leading axes as long as the first leaf's."""
-    leaves = jax.tree_util.tree_leaves(spec)
-    first = next((s.shape[0] for s in leaves if s.shape), None)
-    return {(k, 0) for k, s in enumerate(leaves) if s.shape and s.shape[0] == first}

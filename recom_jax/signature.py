@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from recom_jax.errors import ArgumentError, RecomError, trace_error
+from recom_jax.errors import ArgumentError, DeletedError, RecomError, trace_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,8 @@ class Signature:
         n = len(positional)
         for k in nums:
             if not variadic and not -n <= k < n:
-                raise ArgumentError(f"static_argnums {k}: {name} has {n} positional parameters {tuple(positional)}")
+                raise ArgumentError(f"static_argnums {k}: {name} has {n} positional parameters "
+                                    f"{tuple(positional)}")
         for x in names:
             if x not in parameters.parameters and not keywords:
                 raise ArgumentError(f"static_argnames {x!r}: {name} has no such parameter; it has "
@@ -94,12 +95,16 @@ class Signature:
         nums = tuple(k + n if k < 0 else k for k in nums)
         all_names = dict.fromkeys((*names, *(positional[k] for k in nums if k < n)))
         all_nums = dict.fromkeys((*nums, *(k for k, p in enumerate(positional) if p in all_names)))
-        only = [x for x in all_names if x in parameters.parameters and parameters.parameters[
-            x].kind != inspect.Parameter.POSITIONAL_ONLY or x not in parameters.parameters]
+        only = [x for x in all_names if x not in parameters.parameters
+                or parameters.parameters[x].kind != inspect.Parameter.POSITIONAL_ONLY]
         return Signature(name, parameters, tuple(sorted(all_nums)), tuple(only))
 
-    def split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
-        """Flattens a call. Raises ArgumentError (a TypeError) where it does not fit the function."""
+    def split(self, args: Sequence[Any], kwargs: dict[str, Any], checks_leaves: bool = True) -> Arguments:
+        """Flattens a call.
+
+        Raises:
+          ArgumentError (a TypeError): the arguments do not fit the function, or a leaf is not an array.
+        """
         if self.parameters is not None:
             try:
                 self.parameters.bind(*args, **kwargs)
@@ -119,6 +124,10 @@ class Signature:
             else:
                 names.append(str(path[1].key) + jax.tree_util.keystr(path[2:]))
             leaves.append(leaf)
+            if checks_leaves:
+                problem = leaf_problem(leaf, shapes=True)
+                if problem:
+                    raise ArgumentError(f"argument {names[-1]} of {self.name}: {problem}")
         return Arguments(tuple(leaves), tuple(names), tree, len(args), tuple(static))
 
     def parameter(self, position: int) -> str:
@@ -131,36 +140,58 @@ class Signature:
         return f"args[{position}]"
 
     def explain_failure(self, why: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception:
-        """What a failed call raises: ours, of the type JAX raised, naming the argument at fault if there is one."""
+        """What a failed call raises: ours, of the type JAX raised, naming the argument at fault."""
         try:
             call = self.split(args, kwargs)
         except RecomError as ours:
             return ours
         for name, leaf in zip(call.names, call.leaves, strict=True):
-            problem = leaf_problem(leaf)
-            if problem:
-                return trace_error(why, f"argument {name} of {self.name}: {problem}", ArgumentError)
+            fault = leaf_fault(leaf, f"argument {name} of {self.name}", why)
+            if fault is not None:
+                return fault
         return trace_error(why, f"while running {self.name}{call.describe()}")
 
 
-def leaf_problem(leaf: Any) -> str:
-    """What is wrong with an argument leaf, "" if nothing."""
-    if isinstance(leaf, jax.Array):
-        try:
-            deleted = leaf.is_deleted()
-        except (AttributeError, NotImplementedError, TypeError):  # a tracer
-            return ""
-        return ("the array has been deleted or donated to an earlier call; pass a live array, "
-                "or do not donate it") if deleted else ""
-    if isinstance(leaf, (bool, int, float, complex, np.generic, jax.ShapeDtypeStruct)):
+def leaf_fault(leaf: Any, what: str, why: Exception) -> Exception | None:
+    """The exception that blames `leaf` for the failure `why`, None if nothing is wrong with it."""
+    if is_deleted(leaf):
+        return trace_error(why, f"{what}: {DELETED}", DeletedError)
+    problem = leaf_problem(leaf)
+    return trace_error(why, f"{what}: {problem}", ArgumentError) if problem else None
+
+
+DELETED = "the array has been deleted or donated to an earlier call; pass a live array, or do not donate it"
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Whether a leaf is an array without its buffer."""
+    try:
+        return isinstance(leaf, jax.Array) and leaf.is_deleted()
+    except (AttributeError, NotImplementedError, TypeError):  # a tracer
+        return False
+
+
+def leaf_problem(leaf: Any, shapes: bool = False) -> str:
+    """Why a leaf is no array argument, "" if it is one.
+
+    Args:
+      shapes: whether a ShapeDtypeStruct will do.
+    """
+    if isinstance(leaf, (jax.Array, bool, int, float, complex)):
         return ""
-    if isinstance(leaf, np.ndarray):
-        kind = leaf.dtype.kind
-        if kind in "OSUMmVT" and not _extension(leaf.dtype):
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        if leaf.dtype.kind in "OSUMmVT" and not _extension(leaf.dtype):
             return (f"expected numbers, was given an array of dtype {leaf.dtype}; convert it first "
                     "(strings: hash them to integers on the host)")
+        if not leaf.dtype.isnative:
+            return (f"expected native byte order, was given {leaf.dtype.str}; convert it with "
+                    "x.astype(x.dtype.newbyteorder('='))")
         return ""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return "" if shapes else f"expected an array, was given only its type, {leaf}"
     if hasattr(leaf, "__jax_array__"):
+        return ""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):  # jax.Ref, a typed key, ...: JAX knows better
         return ""
     return f"expected an array or a number, was given {type(leaf).__name__} {str(leaf)[:40]!r}"
 

@@ -103,13 +103,13 @@ def assert_same(actual: Any, expected: Any, tolerance: Any = None) -> None:
     got, tree = jax.tree_util.tree_flatten_with_path(actual)
     want, expected_tree = jax.tree_util.tree_flatten(expected)
     assert tree == expected_tree, f"{tree}\n{expected_tree}"
-    if tolerance is None or np.ndim(tolerance) == 0 and not isinstance(tolerance, (dict, list, tuple)):
+    if tolerance is None or isinstance(tolerance, (int, float)):
         bounds = [tolerance] * len(want)
     else:
-        bounds = jax.tree_util.tree_leaves(tolerance)
-        if len(bounds) != len(want):
-            bounds = jax.tree_util.tree_leaves(
-                jax.tree_util.tree_map(lambda t, e: jax.tree.map(lambda _: t, e), tolerance, expected))
+        spread = jax.tree.map(lambda t, e: jax.tree.map(lambda _: (t,), e), tolerance, expected,
+                              is_leaf=lambda t: t is None)
+        bounds = [t for (t,) in jax.tree.leaves(spread, is_leaf=lambda t: isinstance(t, tuple) and len(t) == 1
+                                                and not isinstance(t[0], tuple))]
     wrong = [f"result{jax.tree_util.keystr(path)}: {why}"
              for (path, a), e, b in zip(got, want, bounds, strict=True)
              if (why := difference(a, e, b)) is not None]

@@ -457,8 +457,10 @@ def test_views_write_the_slot_and_freeze():
     assert Packer(layout).pack_into(slot, views) == -1  # in place already: nothing to copy
     gone = weakref.ref(views.pop())
     del view
-    assert gone() is None  # freezing must cope with views that are gone
+    assert gone() is None  # freezing must leave alone what lives in a gone view's place now
+    others = [np.zeros((3,)) for _ in range(100)]
     data = slot.array()
+    assert all(other.flags.writeable for other in others)
     assert all(same_bits(entry(data, layout, i), a) for i, a in enumerate(arrays))
     for view in views:
         assert not view.flags.writeable
@@ -527,6 +529,18 @@ def test_leases_are_recognised_by_address():
     assert pack.lease_of(view).state == "in_flight"
     del data, lease, view
     assert rings[0].n_free == 3
+
+
+def test_empty_entries_belong_to_their_slot():
+    """An empty entry at the very end of a pack of whole pages points behind it."""
+    arrays = [np.zeros((4096 - 128,), np.int8), np.zeros((3, 0), np.float32)]
+    layout = layout_for(arrays)
+    assert layout.offset(1) == layout.total_bytes == 4096
+    ring = SlotRing(layout, 2)
+    for slot in [ring.acquire(0), ring.acquire(0)]:
+        view = slot.view(1)
+        assert ring.find_slot(view.__array_interface__["data"][0]) == slot.index
+        assert pack.lease_of(view) is slot
 
 
 def test_memory_outlives_the_ring():

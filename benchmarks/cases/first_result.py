@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks import cold
 from benchmarks.context import Context
 from benchmarks.record import Result, Row, Target
-from benchmarks.steady import BIND, DEVICE, HAND, NUMPY, OURS, PLAIN, TUNED
+from benchmarks.steady import BIND, DEVICE, HAND, HAND_LOOP, NUMPY, OURS, PLAIN, TUNED
 
 
 def rows_of(
@@ -30,7 +30,9 @@ def rows_of(
 def run(context: Context) -> Result:
     s = context.settings
     spec = {"kind": "model_e", "large_rows": s.large_rows, "scale": s.scale, "mlp": False}
-    answers, kept = cold.measure(context, spec, (OURS, BIND, HAND, TUNED, PLAIN), s.batch)
+    answers, kept = cold.measure(
+        context, spec, (OURS, BIND, HAND, HAND_LOOP, TUNED, PLAIN), s.batch
+    )
     many = {
         "kind": "microbenchmark",
         "n": max(1, round(10_000 * s.scale)),

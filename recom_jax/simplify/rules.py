@@ -54,6 +54,18 @@ def _zero(e: ir.Expr) -> bool:
     return isinstance(e, ir.Const) and e.value == 0 and math.copysign(1, e.value) > 0
 
 
+_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+
+
+def _opposite(pool: ir.Pool, pred: ir.Expr) -> ir.Expr | None:
+    """``not pred`` in one operation, where there is one (of floats NaN would change sides)."""
+    if isinstance(pred, ir.Op) and pred.name == "not":
+        return pred.args[0]
+    if isinstance(pred, ir.Op) and pred.name in _OPPOSITE and not ir.is_float(pred.args[0].dtype):
+        return pool.op(_OPPOSITE[pred.name], "bool", *pred.args)
+    return None
+
+
 def _keeps_values(facts: Facts, x: ir.Expr) -> ir.Expr | None:
     """What an integer conversion converts, where no value of it changes."""
     if not (isinstance(x, ir.Op) and x.name == "convert" and _integer(x.dtype)):
@@ -91,9 +103,9 @@ def _const_select(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
 
 
 def _identity(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
-    """x + 0, x - 0, x * 1, x / 1, x & -1, x | 0, x ^ 0, x << 0 on integers; b == True, b != False, not not b."""
+    """x + 0, x - 0, x * 1, x / 1, x & -1, x | 0, x ^ 0, x << 0 on integers; b == True, b != False, not of a predicate."""
     if e.name == "not":
-        return e.args[0].children[0] if _op(e.args[0], "not") else None
+        return _opposite(pool, e.args[0])
     a, b = e.args
     if e.name in ("eq", "ne"):
         for x, c in ((a, b), (b, a)):
@@ -151,20 +163,12 @@ def _merge_masks(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
     return None
 
 
-_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
-
-
 def _mask_first(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
     """where(pad, c, rows) = where(not pad, rows, c): the form a bag takes as a predicate."""
     pred, on_false, on_true = e.args
     if not isinstance(on_true, ir.Const) or not on_false.takes:
         return None
-    if isinstance(pred, ir.Op) and pred.name == "not":
-        mask = pred.args[0]
-    elif isinstance(pred, ir.Op) and pred.name in _OPPOSITE and not ir.is_float(pred.args[0].dtype):
-        mask = pool.op(_OPPOSITE[pred.name], "bool", *pred.args)  # of floats NaN would change sides
-    else:
-        mask = pool.op("not", "bool", pred)
+    mask = _opposite(pool, pred) or pool.op("not", "bool", pred)
     return pool.op("select", e.dtype, mask, on_true, on_false, exact=e.exact, arith=e.arith)
 
 

@@ -1,0 +1,116 @@
+"""Bound arrays as operands of a program being traced, instead of constants inside it.
+
+JAX turns an array that a traced function closes over into a constant of the compiled program: gigabytes of tables
+would be copied into every executable. Closed-over `jax.Ref`s it passes as operands. An `Operand` travels that way:
+for JAX's tracing it is a Ref, for the program a plain array that is only read, never donated and never written.
+What it stands for is looked up at each call, so weights swapped by `Server.update` reach programs that were
+compiled before.
+
+Uses JAX internals (`Ref` hoisting), checked on JAX 0.10.2 and 0.12.0.1: with `compat`, the only such module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src import effects as _effects
+from jax._src.interpreters import pxla as _pxla
+from jax._src.state.types import ReadEffect
+from jax.extend import core as jcore
+from jax.interpreters import ad, batching, mlir
+
+from recom_jax.errors import BindError
+
+
+class Holder(Protocol):
+    """Where operands come from."""
+
+    def snapshot(self) -> Any:
+        """One version of the arrays; passed back to `lookup`."""
+
+    def lookup(self, version: Any, key: Any) -> jax.Array: ...
+
+
+class Operand(_core.Ref):
+    """An array of `holder`, known by `key`: its type is fixed, its value is whatever the holder has at a call."""
+
+    def __init__(self, holder: Holder, key: Any, like: jax.Array) -> None:
+        self._holder, self._key = holder, key
+        self._aval = _core.typeof(like)
+        self._sharding, self._is_committed, self._format = like.sharding, like.committed, like.format
+
+    sharding = property(lambda self: self._sharding)
+    committed = _committed = property(lambda self: self._is_committed)
+    format = property(lambda self: self._format)
+
+    def __repr__(self) -> str:
+        return f"<bound {self._aval}>"
+
+
+def as_operands(operands: Sequence[Operand]) -> list[Any]:
+    """The arrays, as values of the trace at work (or themselves, if there is none)."""
+    return list(_operands_p.bind(*operands)) if operands else []
+
+
+def tracing() -> bool:
+    """Whether a transformation (jit, vmap, grad, ...) is at work in this thread."""
+    return not _core.trace_ctx.is_top_level()
+
+
+class _OperandEffect(ReadEffect):
+    """Tells JAX to hoist; reads commute, so it orders nothing."""
+
+
+for _allowed in (_effects.lowerable_effects, _effects.control_flow_allowed_effects,
+                 _effects.remat_allowed_effects, _effects.custom_derivatives_allowed_effects):
+    _allowed.add_type(_OperandEffect)
+
+
+def _arrays(operands: Sequence[Any]) -> list[Any]:
+    """All values from one version per holder: an update never mixes with a call under way."""
+    versions: dict[int, Any] = {}
+    out = []
+    for x in operands:
+        if isinstance(x, Operand):
+            if id(x._holder) not in versions:
+                versions[id(x._holder)] = x._holder.snapshot()
+            x = x._holder.lookup(versions[id(x._holder)], x._key)
+        out.append(x)
+    return out
+
+
+def _shard(xs: Any, shardings: Any, layouts: Any, copy_semantics: Any) -> Any:
+    return _pxla.shard_args(shardings, layouts, copy_semantics, _arrays(xs))
+
+
+def _lower(ctx: Any, *operands: Any) -> Sequence[Any]:
+    if ctx.module_context.lowering_parameters.for_export:
+        raise BindError(
+            "jax.export of a function that closes over a bound server: its tables are operands, which an exported "
+            "program can only take as arguments. Export the model itself, "
+            "jax.export.export(jax.jit(model))(params, batch), or pass the server as an argument: "
+            "jax.export.export(jax.jit(lambda serve, batch: serve(batch)))(serve, batch)")
+    return list(operands)
+
+
+_core.pytype_aval_mappings[Operand] = lambda x: x._aval
+_dtypes.canonicalize_value_handlers[Operand] = lambda x: x
+_pxla.shard_arg_handlers[Operand] = _shard
+
+_operands_p = jcore.Primitive("recom_bound_operands")
+_operands_p.multiple_results = True
+_operands_p.def_effectful_abstract_eval(lambda *avals: (list(avals), {_OperandEffect(0)}))
+_operands_p.def_impl(lambda *xs: _arrays(xs))
+mlir.register_lowering(_operands_p, _lower)
+batching.primitive_batchers[_operands_p] = lambda args, dims: (_operands_p.bind(*args), dims)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    return list(_operands_p.bind(*primals)), list(tangents)
+
+
+ad.primitive_jvps[_operands_p] = _jvp
