@@ -33,8 +33,9 @@ To reproduce:
 
 - *device arrays*: parameters and batch are on the device, one array each.
 - *numpy arrays*: parameters are on the device, the batch is one numpy array per input.
-- *tuned per column*: comparisons in place of a search loop, no bounds checks. *hand-batched*: tables and
-  inputs of equal columns stacked by hand.
+- *tuned per column*: comparisons with all boundaries in place of a search loop (good on a GPU), no bounds
+  checks. *hand-batched*: the same, tables and inputs of equal columns stacked by hand. *loop search*: with
+  one search loop for all of them, which is better on a CPU.
 - *first call*: trace, compile and run, in the process that measures the rest.
 - *difference*: largest absolute difference from plain JAX (where it did not run: from the table's last line;
   without rewrites: from the first).

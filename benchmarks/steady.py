@@ -65,7 +65,7 @@ def empty_call(out: jax.ShapeDtypeStruct) -> Callable[[Any, Any], jax.Array]:
 
 
 def contestants(w: Workload, params: Params, batches: list[Batch], server: Any, *, plain: bool,
-                peers: bool, views: bool, empty: bool) -> list[Contestant]:  # fmt: skip
+                tuned: bool, views: bool, empty: bool) -> list[Contestant]:  # fmt: skip
     """The ways to run `w`, slowest to compile last. The flags leave some out."""
     on_device = [jax.device_put(b) for b in batches]
     number = len(batches)
@@ -98,7 +98,7 @@ def contestants(w: Workload, params: Params, batches: list[Batch], server: Any, 
         call = empty_call(out)
         found.append(Contestant(EMPTY, DEVICE, device, lambda b: call(params, b),
                                 note="same operands and result; the result is not written"))  # fmt: skip
-    if peers and w.hand and w.stack_params and w.stack_batch:
+    if w.hand and w.stack_params and w.stack_batch:
         stack, hand, stacked_params = w.stack_batch, jax.jit(w.hand), w.stack_params(params)
         stacked = [stack(b) for b in batches]
         stacked_device = [jax.device_put(b) for b in stacked]
@@ -122,14 +122,14 @@ def contestants(w: Workload, params: Params, batches: list[Batch], server: Any, 
                 Contestant(HAND_LOOP, STACKED, lambda k: stacked[k % number], run_loop),
                 Contestant(HAND_LOOP, STACKING, numpy, lambda b: run_loop(stack(b))),
             ]
-    if peers and w.tuned:
+    if tuned and w.tuned:
         found += both(TUNED, jax.jit(w.tuned))
     if plain:
         found += both(PLAIN, jax.jit(w.fn))
     return found
 
 
-def measure(context: Context, w: Workload, group: str, size: int, *, plain: bool = True, peers: bool = True,
+def measure(context: Context, w: Workload, group: str, size: int, *, plain: bool = True, tuned: bool = True,
             views: bool = True, empty: bool = False) -> Steady:  # fmt: skip
     """Compiles every contestant, compares the results, and times them interleaved.
 
@@ -141,7 +141,7 @@ def measure(context: Context, w: Workload, group: str, size: int, *, plain: bool
         params = jax.block_until_ready(w.init())
         batches = w.batches(size, BATCHES)
         server = recom_jax.optimize(w.fn).bind(params)
-        runners = contestants(w, params, batches, server, plain=plain, peers=peers, views=views,
+        runners = contestants(w, params, batches, server, plain=plain, tuned=tuned, views=views,
                               empty=empty)  # fmt: skip
     first: dict[str, float] = {}
     outputs: dict[str, np.ndarray] = {}
@@ -156,7 +156,7 @@ def measure(context: Context, w: Workload, group: str, size: int, *, plain: bool
             for k in range(1, BATCHES):  # warm-up: every batch once
                 jax.block_until_ready(c.call(c.prepare(k)))
     # The last one is the model as written, where it runs at all.
-    differences = compare(outputs, outputs[runners[-1].key])
+    differences = compare(outputs, outputs[list(outputs)[-1]])
     plan = context.settings.plan
     samples = interleave(runners, plan, lambda it: progress.track(it, group, plan.rounds))
     rows = tuple(

@@ -78,6 +78,9 @@ def _recom(model: RecomModel, mlp: bool) -> Workload:
         wide = model.columns_hand_batched(params["stacked"], batch)
         return with_mlp(wide, params, batch["dense"]) if mlp else wide
 
+    def read(table: jax.Array, ids: jax.Array) -> jax.Array:
+        return table.at[ids].get(mode="promise_in_bounds")
+
     def hand_loop(params: Params, batch: Any) -> jax.Array:
         pieces = []
         for kind, columns in model.by_kind().items():
@@ -88,8 +91,9 @@ def _recom(model: RecomModel, mlp: bool) -> Workload:
                 ids = int_hash(x, one.rows)
             else:
                 ids = jnp.where(x >= 0, x % one.rows, 0)
-            read = jax.vmap(lambda table, i: table.at[i].get(mode="promise_in_bounds"))
-            rows = read(params["stacked"][kind], ids)  # [N, B, dim], or [N, B, TOKENS, dim]
+            rows = jax.vmap(read)(
+                params["stacked"][kind], ids
+            )  # [N, B, dim], or [N, B, TOKENS, dim]
             if rows.ndim == 4:
                 rows = jnp.sum(jnp.where((x >= 0)[..., None], rows, 0), axis=2)
             pieces.append(jnp.swapaxes(rows, 0, 1).reshape(rows.shape[1], -1))

@@ -63,6 +63,36 @@ void Exec::column(const Plan::Col& col, int64_t bag0, int64_t bag1) {
   }
 }
 
+void Exec::columns(const Plan::Col* cols, int n, int64_t bag0, int64_t bag1) {
+  constexpr int kMost = kGroupBytes / 16;
+  const char* rows[kMost * kGroupTile];
+  alignas(64) char fills[kMost][kGroupBytes / 2];
+  alignas(64) static const char zeros[kGroupBytes / 2] = {};
+  int64_t bytes = 0;
+  for (int64_t b = bag0; b < bag1; b += kGroupTile) {
+    bag0_ = b;
+    bags_ = std::min(kGroupTile, bag1 - b);
+    for (int i = 0; i < n; ++i) {
+      col_ = cols + i;
+      const int at = col_->cls->plain_take;
+      const Op& o = col_->cls->ops[at];
+      run(0, at, bag0_, bags_);
+      const TableRef t = table(o);
+      const int64_t size = info(o.dst).size;
+      bytes = t.width * size;
+      if (b == bag0) k_.fill[size](fills[i], t.fill, t.width);
+      bad_index_ |= !k_.row_pointers(t, t.row_stride * size,
+                                     reinterpret_cast<const int64_t*>(reg_[o.a]), fills[i], zeros,
+                                     rows + i * kGroupTile, bags_);
+    }
+    col_ = cols;
+    const Op& first = col_->cls->ops[col_->cls->plain_take];
+    const Dest d = destination(first);
+    k_.copy_rows[bytes == 16 ? 0 : bytes == 32 ? 1 : bytes == 64 ? 2 : 3](
+        rows, kGroupTile, n, d.base, d.pitch * info(first.dst).size, bags_);
+  }
+}
+
 void Exec::run(int begin, int end, int64_t start, int64_t count) {
   const auto& ops = col_->cls->ops;
   for (int i = begin; i < end;) {

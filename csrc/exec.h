@@ -26,6 +26,8 @@ class Exec {
         reg_(regs) {}
 
   void column(const Plan::Col& col, int64_t bag0, int64_t bag1);
+  // `n` plain lookup columns whose rows lie side by side (Plan::Col::group).
+  void columns(const Plan::Col* cols, int n, int64_t bag0, int64_t bag1);
   // Some lookup met an index that is neither inside its table nor -1 or -2.
   bool bad_index() const { return bad_index_; }
 

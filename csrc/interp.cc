@@ -205,8 +205,14 @@ void run_program(const Program& program, const std::vector<Buffer>& physical,
     char* base = s.bytes.data();
     base += (64 - reinterpret_cast<uintptr_t>(base) % 64) % 64;
     Exec exec(k, operands, results, scans, base, s.regs.data());
-    for (int c = chunk.col0; c < chunk.col1; ++c) {
-      exec.column(plan->cols[c], chunk.bag0, chunk.bag1);
+    for (int c = chunk.col0; c < chunk.col1;) {
+      const Plan::Col& col = plan->cols[c];
+      if (col.group > 1) {
+        exec.columns(&col, col.group, chunk.bag0, chunk.bag1);
+      } else {
+        exec.column(col, chunk.bag0, chunk.bag1);
+      }
+      c += col.group;
     }
     if (exec.bad_index()) bad_index = true;
   });

@@ -67,6 +67,12 @@ struct Kernels {
   Unary canonical_zero[17];   // d = a + 0.0
   bool (*any_non_finite[17])(const void* a, int64_t n);
   void (*predicate)(int64_t* d, const int64_t* idx, const uint8_t* mask, int64_t n);
+  // Lookups of several columns at once: see kernels_lookup.inc.
+  bool (*row_pointers)(const TableRef& t, int64_t row_bytes, const int64_t* idx, const char* fill,
+                       const char* zero, const char** out, int64_t n);
+  using CopyRows = void (*)(const char* const* rows, int64_t stride, int64_t k, char* d,
+                            int64_t pitch, int64_t n);
+  CopyRows copy_rows[4];  // rows of 16, 32, 64 and 128 bytes
   void (*affine)(int64_t* d, int64_t start, int64_t stride, int64_t n);
   // Smallest and largest of n int64 values (n > 0).
   void (*range)(const int64_t* a, int64_t n, int64_t* lo, int64_t* hi);

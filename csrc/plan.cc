@@ -100,7 +100,42 @@ struct Plan::Builder {
       column(col, at);
       at += p.classes[col.cls].n_words;
     }
+    group();
     partition();
+  }
+
+  // Bytes of the rows that a plain lookup column writes through, 0 if it is no such column.
+  int64_t plain_bytes(const Col& col) const {
+    const ColumnClass& c = *col.cls;
+    if (c.plain_take < 0 || !col.v[c.ops[c.plain_take].words + 1]) return 0;
+    const Register& g = c.regs[c.ops[c.plain_take].dst];
+    if (operands[col.v[c.ops[c.plain_take].buffer]].dtype != g.dtype) return 0;
+    const int64_t bytes = col.v[g.width_slot] * g.size;
+    return bytes == 16 || bytes == 32 || bytes == 64 || bytes == 128 ? bytes : 0;
+  }
+
+  // Finds runs of columns whose rows lie side by side, so that one pass may write them all.
+  void group() {
+    for (size_t i = 0; i < plan.cols.size();) {
+      Col& first = plan.cols[i];
+      const int64_t bytes = plain_bytes(first);
+      size_t end = i + 1;
+      while (bytes && end < plan.cols.size() && (end - i + 1) * bytes <= kGroupBytes) {
+        const Col &last = plan.cols[end - 1], &next = plan.cols[end];
+        if (plain_bytes(next) != bytes || next.bags != first.bags) break;
+        const Op &a = last.cls->ops.back(), &b = next.cls->ops.back();
+        const Register& g = last.cls->regs[a.a];
+        if (next.cls->regs[b.a].size != g.size || last.v[a.buffer] != next.v[b.buffer] ||
+            last.v[a.words] != next.v[b.words] ||
+            (last.v[a.words] == 1 && last.v[a.words + 2] != next.v[b.words + 2]) ||
+            next.v[b.offset] - last.v[a.offset] != bytes / g.size) {
+          break;
+        }
+        ++end;
+      }
+      first.group = static_cast<int>(end - i);
+      i = end;
+    }
   }
 
   void resolve_dims() {
@@ -335,8 +370,11 @@ struct Plan::Builder {
       while (c < end) {
         double work = 0;
         size_t stop = c;
-        do work += cost[stop++] * n;
-        while (stop < end && work + cost[stop] * n / 2 < target);
+        do {
+          // A group of columns is not torn apart.
+          const size_t whole = std::min<size_t>(stop + plan.cols[stop].group, end);
+          while (stop < whole) work += cost[stop++] * n;
+        } while (stop < end && work + cost[stop] * n / 2 < target);
         plan.chunks.push_back({static_cast<int>(c), static_cast<int>(stop), b, b + n});
         c = stop;
       }
@@ -344,10 +382,10 @@ struct Plan::Builder {
   }
 
   int64_t tile_for(int64_t bags) {
-    // A tile a thread, so that threads write disjoint rows; but no tile shorter than the fixed
-    // cost of visiting a column is worth. Blocks of columns do the balancing.
-    const int64_t even = (bags + plan.threads_ - 1) / plan.threads_;
-    return std::min<int64_t>(std::max<int64_t>(even, 32), kMaxTile);
+    // Blocks of columns do the balancing: two threads take them from the two ends.
+    // A few tiles a thread hold together so many bags that a column's table is read once for them.
+    if (bags <= 4 * kMaxTile) return bags;
+    return kMaxTile * 2;
   }
 };
 

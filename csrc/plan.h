@@ -23,6 +23,9 @@ struct Buffer {
 
 // Positions in a chunk of a region: registers of this length stay in the first-level cache.
 inline constexpr int64_t kMaxChunk = 512;
+// Bags in a tile of columns that are copied side by side, and how many bytes wide they are at most.
+inline constexpr int64_t kGroupTile = 64;
+inline constexpr int64_t kGroupBytes = 256;
 // Bags in a tile of a column without jagged regions.
 inline constexpr int64_t kMaxTile = 128;
 
@@ -36,6 +39,7 @@ class Plan {
     int64_t chunk;       // positions that its registers hold
     int64_t temp;        // offset of the temporaries in the scratch
     int64_t temp_each;   // bytes of each of three
+    int group = 1;       // columns from this one on whose rows lie side by side in the result
   };
   // Columns [col0, col1) by bags [bag0, bag1).
   struct Chunk {

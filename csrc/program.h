@@ -124,6 +124,8 @@ struct ColumnClass {
   std::vector<std::pair<int, int>> equal_widths;
   int n_words = 0;            // slots plus derived words of one column
   bool jagged = false;
+  // The TAKE of a class that computes ids, looks rows up and stores them, and nothing else; or -1.
+  int plain_take = -1;
 };
 
 struct Column {

@@ -107,7 +107,8 @@ def make_plan(source: Source) -> Plan:
             arena.append(k)
         elif id(var) in by_fused or id(var) in by_xla:
             direct_bound.append(k)
-    packed, direct = [], []
+    packed: list[int] = []
+    direct: list[int] = []
     for k, var in enumerate(batch_vars):
         fits = source.packable[k] and (fused_only(var) or batch[k].nbytes <= source.pack_any)
         (packed if fits else direct).append(k)
@@ -119,10 +120,15 @@ def make_plan(source: Source) -> Plan:
     body = _body(compiled, places)
     body.__name__ = source.name
     types = tuple(_type_of(batch[k]) for k in direct)
-    packer = pack.Packer(layout, narrow=not jax.config.jax_enable_x64) if layout is not None else None
+    packer = pack.Packer(layout, narrow=not x64()) if layout is not None else None
     return Plan(source.tree, source.static, names,
                 places.packed, places.direct, types, places.arena, places.direct_bound, layout, packer,
                 body, jax.jit(body))
+
+
+def x64() -> bool:
+    """Whether JAX has 64-bit types now, in this thread."""
+    return bool(getattr(jax.config, "jax_enable_x64"))  # noqa: B009 - mypy does not know it
 
 
 def _type_of(leaf: Any) -> Any:
@@ -187,7 +193,7 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
         for (var, aval), value in zip(direct, rest, strict=True):
             if aval is not None and isinstance(value, jax.core.Tracer) and (
                     value.shape != aval.shape or value.dtype != aval.dtype
-                    or value.aval.weak_type != aval.weak_type):
+                    or value.weak_type != aval.weak_type):
                 raise MismatchError(f"expected {aval}, was given {value.aval}")
             env[id(var)] = value
         for entry, k in enumerate(places.arena):

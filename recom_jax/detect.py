@@ -27,6 +27,9 @@ DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64".split())
 
 
+DEEPEST = 100  # operations inside one another
+
+
 class Refuse(Exception):
     """A rule's answer for a construct it does not understand: the value is left to XLA, for this reason."""
 
@@ -124,6 +127,7 @@ class Detector:
         self.reads: list[Read] = []
         self.value_of: dict[int, Any] = {}
         self._made_by: dict[int, tuple[Any, int]] | None = None
+        self._depth: dict[int, int] = {}
         self.extra_consts: list[tuple[Any, Any]] = []
         jaxpr = compat.open_jaxpr(closed)
         self.arguments = frozenset(map(id, (*jaxpr.invars, *jaxpr.constvars)))
@@ -236,6 +240,8 @@ class Detector:
                 continue
             try:
                 out = rule(self, eqn)
+                if name in RULES:
+                    self.check_depth(out if isinstance(out, list) else [out])
             except (Refuse, ir.NotAffine) as why:
                 del self.reads[reads_before:]
                 refused_read(self, eqn, str(why))
@@ -252,6 +258,18 @@ class Detector:
                 if v is not None:
                     self.env[id(var)] = v
         return self.demand(jaxpr)
+
+    def check_depth(self, out: Sequence[Val | None]) -> None:
+        """What walks expressions recurses: a deeper one is cut here, and goes on from an operand."""
+        for v in out:
+            if v is not None and v.expr is not None and self.depth(v.expr) > DEEPEST:
+                raise Refuse(f"an expression more than {DEEPEST} operations deep")
+
+    def depth(self, e: ir.Expr) -> int:
+        found = self._depth.get(id(e))
+        if found is None:
+            found = self._depth[id(e)] = 1 + max(map(self.depth, e.children), default=0)
+        return found
 
     def demand(self, jaxpr: Any) -> Detected:
         """Follows the results backwards to what must be computed, and by whom."""

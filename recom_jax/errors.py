@@ -7,6 +7,7 @@ there is one, what was expected and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import types
@@ -86,10 +87,17 @@ def trace_error(exc: Exception, where: str, base: type[RecomError] | None = None
     """
     ours: type[RecomError] = TraceError if base is None else base
     line = user_line(exc)
+    frames = _user_frames(exc) if _filters() else None
     text = f"recom_jax: {where}" + (f"\n  at {line}" if line else "")
     try:
-        made: Exception = _class_of(ours, type(exc)).__new__(_class_of(ours, type(exc)), *exc.args)
+        made_of = _class_of(ours, type(exc))
+        made: Exception = made_of.__new__(made_of, *exc.args)
         # A constructor may want other arguments than it keeps: state is copied, not recomputed.
+        for cls in type(exc).__mro__:
+            for name, member in vars(cls).items():
+                if isinstance(member, types.MemberDescriptorType) and hasattr(exc, name):
+                    with contextlib.suppress(AttributeError, TypeError):  # read-only
+                        setattr(made, name, getattr(exc, name))
         made.__dict__.update(getattr(exc, "__dict__", {}))
         made.args = exc.args
         made.__dict__["_recom_where"] = text
@@ -97,6 +105,8 @@ def trace_error(exc: Exception, where: str, base: type[RecomError] | None = None
     except Exception:
         exc.add_note(text)
         return exc
+    if frames is not None:  # the user's frames come last, next to the message; JAX's and ours are left out
+        made.__traceback__ = exc.__traceback__ = frames
     return made
 
 
@@ -120,14 +130,35 @@ def _class_of(ours: type[RecomError], theirs: type[Exception]) -> type:
 def user_line(exc: BaseException) -> str:
     """``file:line, in function: source`` of the innermost frame that is neither JAX's nor ours, or ""."""
     found = ""
+    for step in _user_steps(exc):
+        code = step.tb_frame.f_code
+        source = linecache.getline(code.co_filename, step.tb_lineno).strip()
+        found = f"{code.co_filename}:{step.tb_lineno}, in {code.co_name}" + (source and f": {source}")
+    return found
+
+
+def _user_steps(exc: BaseException) -> list[types.TracebackType]:
+    steps = []
     step: types.TracebackType | None = exc.__traceback__
     while step is not None:
-        code = step.tb_frame.f_code
-        if not code.co_filename.startswith(("<", *_LIBRARIES)):
-            source = linecache.getline(code.co_filename, step.tb_lineno).strip()
-            found = f"{code.co_filename}:{step.tb_lineno}, in {code.co_name}" + (source and f": {source}")
+        if not step.tb_frame.f_code.co_filename.startswith(("<", *_LIBRARIES)):
+            steps.append(step)
         step = step.tb_next
-    return found
+    return steps
+
+
+def _user_frames(exc: BaseException) -> types.TracebackType | None:
+    """The traceback without frames of JAX's and ours; None if nothing is left."""
+    made: types.TracebackType | None = None
+    for step in reversed(_user_steps(exc)):
+        made = types.TracebackType(made, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return made
+
+
+def _filters() -> bool:
+    import jax
+
+    return str(getattr(jax.config, "jax_traceback_filtering", "")) != "off"
 
 
 def _libraries() -> tuple[str, ...]:

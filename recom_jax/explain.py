@@ -7,6 +7,7 @@ import dataclasses
 import io
 import os
 import pathlib
+import re
 
 from rich import box
 from rich.console import Console
@@ -31,7 +32,7 @@ class ColumnReport:
       combiner: "none", "sum", "mean", "max", "min", "weighted sum" or "weighted mean".
       dim, rows: of the table. dtype: of the table.
       rewrites: names of the rewrites applied to it, in order.
-      ids: the row number as read, before rewrites.
+      ids: the row number as the program computes it, after rewrites; x(o;s) reads x at offset o with strides s.
     """
 
     name: str
@@ -142,6 +143,7 @@ def report_of(compiled: Compiled, function: str) -> Report:
                     reached[k] += found[id(take)] or ["none"]
                     rewrites[k] += [n for x in ir.walk(take) for n in compiled.detected.pool.notes.get(id(x), ())]
                     rewrites[k] += compiled.simplified.applied.get(id(take), ())
+    ids = _ids(compiled, names)
     total = collections.Counter(id(r.table) for r in compiled.reads)
     seen: collections.Counter[int] = collections.Counter()
     columns = []
@@ -156,24 +158,42 @@ def report_of(compiled: Compiled, function: str) -> Report:
             name, table, "fused" if fused else "xla", reason, compat.source_line(r.eqn),
             reached[k][0] if fused else "-", int(shape[-1]), int(shape[-2]), str(r.table.aval.dtype),
             tuple(dict.fromkeys(rewrites[k])),
-            str(r.expr.idx) if isinstance(r.expr, ir.Take) else ""))
+            ids.get(k, "")))
     programs = "\n\n".join(f"call {k} (level {lv})\n{s.program}" for k, (lv, s, _) in enumerate(compiled.calls))
     classes = tuple(tuple(collections.Counter(c.cls for c in s.program.columns).values()) for _, s, _ in compiled.calls)
     return Report(function, tuple(columns), len(compiled.calls), programs, classes)
 
 
+def _ids(compiled: Compiled, names: dict[int, str]) -> dict[int, str]:
+    """The row number of each read, with arguments by name."""
+    jaxpr = compat.open_jaxpr(compiled.traced.jaxpr)
+    by_mark = {ir.name_of(v): names[id(v)] for v in (*jaxpr.invars, *jaxpr.constvars)}
+    texts: dict[int, str] = {}
+    out: dict[int, str] = {}
+    for o in compiled.simplified.outputs:
+        for e in [o.val.expr] if o.val.expr is not None else [p.expr for p in o.val.parts]:
+            for take in ir.walk(e):
+                if isinstance(take, ir.Take):
+                    idx = take.idx
+                    if id(idx) not in texts:
+                        texts[id(idx)] = re.sub(r"%[0-9a-f]{4,}", lambda m: by_mark.get(m[0], "XLA's " + m[0]), str(idx))
+                    out.update(dict.fromkeys(compiled.detected.pool.origins.get(id(take), ()), texts[id(idx)]))
+    return out
+
+
 def _combiners(e: ir.Expr, kind: str, weighted: bool, found: dict[int, list[str]]) -> None:
     """Names, for each lookup below `e`, how its rows are combined."""
     if isinstance(e, ir.Take):
-        found[id(e)].append(("weighted " if weighted and kind in ("sum", "mean") else "") + kind)
+        found[id(e)].append(("weighted " if weighted and kind in ("sum", "mean", "sqrtn") else "") + kind)
         _combiners(e.idx, "none", False, found)
         return
     if isinstance(e, ir.Op) and e.name == "div" and e.takes and isinstance(e.args[0], (ir.Reduce, ir.SegReduce)):
-        _combiners(e.args[0], "mean", weighted, found)
+        by_root = any(isinstance(x, ir.Op) and x.name == "sqrt" for x in ir.walk(e.args[1]))
+        _combiners(e.args[0], "sqrtn" if by_root else "mean", weighted, found)
         return
     if isinstance(e, (ir.Reduce, ir.SegReduce)):
-        kind = kind if kind == "mean" else e.kind
-    if isinstance(e, ir.Op) and e.name == "mul" and kind in ("sum", "mean"):
+        kind = kind if kind in ("mean", "sqrtn") else e.kind
+    if isinstance(e, ir.Op) and e.name == "mul" and kind in ("sum", "mean", "sqrtn"):
         weighted = weighted or any(not a.takes and not _is_mask(a) for a in e.args)
     for c in e.children:
         if c.takes:

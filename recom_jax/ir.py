@@ -198,7 +198,7 @@ class SegReduce(Expr):
 
 
 def name_of(var: Any) -> str:
-    return f"%{var}" if isinstance(var, (str, int)) else f"%{id(var) & 0xFFFF:04x}"
+    return f"%{var}" if isinstance(var, (str, int)) else f"%{id(var) & 0xFFFFFFFF:08x}"
 
 
 def _view(offset: DimLike, strides: Strides) -> str:

@@ -113,7 +113,7 @@ def spec_of(layout: Layout, i: int) -> LeafSpec:
 
 def ring_bytes(layout: Layout, n_slots: int) -> int:
     """What a SlotRing allocates: every slot starts on a page of its own."""
-    return n_slots * (-(-(layout.total_bytes + _recom.PACK_ALIGN) // _PAGE) * _PAGE)
+    return n_slots * (-(-(int(layout.total_bytes) + int(_recom.PACK_ALIGN)) // _PAGE) * _PAGE)
 
 
 def unpack(pack_u8: jax.Array, layout: Layout, i: int) -> jax.Array:
@@ -221,7 +221,7 @@ class Staging:
         packer = self._get(layout)[1][cast(Any, jax.config).jax_enable_x64]
         if not isinstance(leaves, list | tuple):
             leaves = list(leaves)
-        bad = packer.matches(leaves)  # so that bad leaves don't wait for a slot first
+        bad: int = packer.matches(leaves)  # so that bad leaves don't wait for a slot first
         if bad >= 0:
             return bad
         slot = self.acquire(layout, timeout_s)
@@ -229,7 +229,7 @@ class Staging:
         if bad >= 0:
             slot.release()
             return bad
-        return slot.array()
+        return cast("np.ndarray[Any, Any]", slot.array())
 
     def _get(self, layout: Layout) -> tuple[SlotRing, tuple[Packer, Packer]]:
         with self._lock:
@@ -289,7 +289,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        return self.layout.total_bytes
+        return int(self.layout.total_bytes)
 
     def view(self, i: int) -> np.ndarray[Any, Any]:
         """Entry `i`, read-only, without a copy."""

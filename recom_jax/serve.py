@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from recom_jax import _recom, operands, pack, pipeline
-from recom_jax.bound import MismatchError, Plan, Source, direct_mismatch, make_plan
+from recom_jax.bound import MismatchError, Plan, Source, direct_mismatch, make_plan, x64
 from recom_jax.errors import (
     BatchError,
     BatchTypeError,
@@ -83,7 +83,7 @@ class _FlatBatch:
 
     first: Any
     leaves: Callable[[Any], tuple[Any, ...]]
-    plans: dict[Any, tuple[Plan, ...]]  # by the first leaf's shape
+    plans: dict[Any, tuple[Plan, ...]]  # by (the first leaf's shape, x64)
 
 
 class _Core:
@@ -101,7 +101,7 @@ class _Core:
         self.names = tuple(signature.parameter(positions[p[0].idx]) + jax.tree_util.keystr(p[1:]) for p, _ in paths)
         self.specs: tuple[Any, ...] = ()
         self.lock = threading.RLock()
-        self.plans: dict[Any, tuple[Plan, ...]] = {}  # by (number of leaves, the first leaf's shape)
+        self.plans: dict[Any, tuple[Plan, ...]] = {}  # by (number of leaves, the first leaf's shape, x64)
         self.by_types: dict[Any, Plan] = {}
         self.by_layout: dict[Any, tuple[Plan, ...]] = {}
         self.flat: dict[int, _FlatBatch] = {}  # by number of keys
@@ -123,25 +123,31 @@ class _Core:
             return tuple(batch), kwargs, ()
         nums, names = self.signature.static_argnums, self.signature.static_argnames
         rest = tuple(x for k, x in enumerate(batch) if k + self.n_leading not in nums)
-        static = [(k, x) for k, x in enumerate(batch) if k + self.n_leading in nums]
+        static: list[Any] = [(k, x) for k, x in enumerate(batch) if k + self.n_leading in nums]
         static += [(k, x) for k, x in kwargs.items() if k in names]
         return rest, {k: x for k, x in kwargs.items() if k not in names}, tuple(static)
 
     def add(self, plan: Plan, batch: Any, kwargs: Any, leaves: Sequence[Any]) -> None:
         """Makes a plan known to calls. The lock is held; readers take none, so tuples are replaced whole."""
         shape = _first_shape(leaves)
-        self.plans[len(leaves), shape] = (*self.plans.get((len(leaves), shape), ()), plan)
+        key = (len(leaves), shape, x64())
+        self.plans[key] = (*self.plans.get(key, ()), plan)
         if plan.packed:
             self.by_layout[plan.layout] = (*self.by_layout.get(plan.layout, ()), plan)
         if len(batch) != 1 or kwargs or plan.static or type(batch[0]) is not dict or not plan.all_packed:
             return
-        keys = sorted(batch[0])
-        if len(keys) < 2 or not all(batch[0][k] is x for k, x in zip(keys, leaves, strict=True)):
+        try:
+            keys = sorted(batch[0])
+        except TypeError:  # keys of several types: JAX orders them its own way
+            return
+        if len(keys) < 2 or len(keys) != len(leaves) or any(
+                batch[0][k] is not x for k, x in zip(keys, leaves, strict=True)):
             return
         found = self.flat.get(len(keys))
-        if found is None or found.plans and next(iter(found.plans.values()))[0].tree != plan.tree:
-            found = self.flat[len(keys)] = _FlatBatch(keys[0], operator.itemgetter(*keys), {})
-        found.plans[shape] = (*found.plans.get(shape, ()), plan)
+        if found is None or next(iter(found.plans.values()))[0].tree != plan.tree:
+            self.flat[len(keys)] = _FlatBatch(keys[0], operator.itemgetter(*keys), {(shape, x64()): (plan,)})
+        else:
+            found.plans[shape, x64()] = (*found.plans.get((shape, x64()), ()), plan)
 
 
 class Server:
@@ -164,7 +170,7 @@ class Server:
         self._core = _Core(fn, signature, options, name, leading)
         leaves = self._own(jax.tree_util.tree_leaves(self._core.dynamic(leading)))
         self._core.specs = tuple(
-            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in leaves)  # type: ignore[no-untyped-call]
+            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in leaves)
         self._weights = _Weights(leaves, {}, traced=any(isinstance(x, jax.core.Tracer) for x in leaves))
         self._lock = threading.RLock()
         self._operands: dict[Any, operands.Operand] = {}
@@ -183,10 +189,10 @@ class Server:
                 raise BindTypeError(f"{what}: {problem}")
             if isinstance(leaf, jax.Array):
                 owned.append(leaf)
-            elif isinstance(leaf, (bool, int, float, complex)):
-                owned.append(jax.numpy.asarray(leaf))  # stays weakly typed
-            else:
-                owned.append(jax.numpy.array(leaf))
+                continue
+            with jax.ensure_compile_time_eval():
+                scalar = isinstance(leaf, (bool, int, float, complex))  # stays weakly typed
+                owned.append(jax.numpy.asarray(leaf) if scalar else jax.numpy.array(leaf))
         return tuple(owned)
 
     def update(self, *leading: Any) -> None:
@@ -227,7 +233,8 @@ class Server:
             if is_deleted(leaves[k]):
                 raise DeletedError(f"bound argument {name} of {self.__name__}: {DELETED}")
         arena = pack.Arena.build([np.asarray(leaves[k]) for k in which], names=names)
-        return cast(jax.Array, jax.device_put(arena.data))
+        with jax.ensure_compile_time_eval():  # a server lives longer than a trace it is used in
+            return cast(jax.Array, jax.device_put(arena.data))
 
     def _arena(self, weights: _Weights, which: tuple[int, ...]) -> Any:
         """The packed tables of a version of the weights, made at first use."""
@@ -276,7 +283,7 @@ class Server:
         slot = _recom.lease_among(leaves)
         if slot is not None:
             return self._serve_lease(slot, leaves, tree, static)
-        for plan in core.plans.get((len(leaves), _first_shape(leaves)), ()):
+        for plan in core.plans.get((len(leaves), _first_shape(leaves), x64()), ()):
             if plan.tree == tree and plan.static == static:
                 found = self._try(plan, leaves)
                 if found is not _MISS:
@@ -289,9 +296,9 @@ class Server:
 
     def _call_flat(self, flat: _FlatBatch, batch: dict[Any, Any]) -> Any:
         try:
-            plans = flat.plans[batch[flat.first].shape]
+            plans = flat.plans[batch[flat.first].shape, x64()]
             leaves = flat.leaves(batch)
-        except (KeyError, AttributeError):
+        except (KeyError, AttributeError, TypeError):
             return _MISS
         slot = _recom.lease_among(leaves)
         if slot is not None:
@@ -316,7 +323,10 @@ class Server:
         if not plan.packed:
             return None
         chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
-        return self._core.staging.try_pack(plan.layout, chosen)
+        staged = self._core.staging.try_pack(plan.layout, chosen)
+        if not isinstance(staged, int):
+            pipeline.count("bytes_packed", staged.nbytes)
+        return staged
 
     def _run(self, plan: Plan, staged: Any, leaves: Sequence[Any]) -> Any:
         bound = self._bound(plan)
@@ -351,17 +361,17 @@ class Server:
     def _traced(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Inside jit, vmap, grad: the program becomes part of the trace, with the bound arrays as operands."""
         weights = self._weights
-        batched = any(isinstance(x, jax.interpreters.batching.BatchTracer)
-                      for x in jax.tree_util.tree_leaves((batch, kwargs)))
+        batched = any(operands.is_batched(x) for x in jax.tree_util.tree_leaves((batch, kwargs)))
         # Batching goes through the compiler again, which sees tables, not packs.
         plan, leaves = self._make(batch, kwargs, packs=False, arena=not batched)
         if weights.traced and plan.arena_leaves not in weights.arenas:
             plan, leaves = self._make(batch, kwargs, packs=False, arena=False)
         keys = ([plan.arena_leaves] if plan.arena_leaves else []) + list(plan.direct_bound)
-        if weights.traced:
-            bound = [self._in_trace(weights, key) for key in keys]
-        else:
-            bound = operands.as_operands([self._operand(weights, key) for key in keys])
+        bound = [self._in_trace(weights, key) if weights.traced else None for key in keys]
+        fixed = [n for n, x in enumerate(bound) if not isinstance(x, jax.core.Tracer)]
+        values = operands.as_operands([self._operand(weights, keys[n]) for n in fixed])
+        for n, value in zip(fixed, values, strict=True):
+            bound[n] = value
         try:
             return plan.body(*bound, *(leaves[k] for k in plan.direct))
         except RecomError:
@@ -432,7 +442,7 @@ class Server:
         core = self._core
         dynamic, named, static = core.split_static(batch, kwargs)
         leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
-        key = (tree, static, jax.config.jax_enable_x64, tuple(_type_key(x) for x in leaves))
+        key = (tree, static, x64(), tuple(_type_key(x) for x in leaves))
         with core.lock:
             plan = core.by_types.get(key)
             if plan is None:
@@ -440,14 +450,15 @@ class Server:
                 core.by_types[key] = plan
                 core.add(plan, dynamic, named, leaves)
             if core.example is None:
-                core.example = jax.tree_util.tree_map(_spec, (tuple(batch), kwargs)) if not core.has_static else None
+                core.example = jax.tree_util.tree_map(_spec, (tuple(batch), kwargs))
         return plan
 
     def cost(self, *batch: Any, **kwargs: Any) -> BindCost:
         """What serving this batch (arrays or ShapeDtypeStructs) will allocate. Allocates none of it."""
         plan = self._plan(*_concrete(batch, kwargs))
         specs = self._core.specs
-        arena = pack.layout_of([LeafSpec.of(specs[k]) for k in plan.arena_leaves]).total_bytes if plan.arena_leaves else 0
+        inside = [LeafSpec.of(specs[k]) for k in plan.arena_leaves]
+        arena = pack.layout_of(inside).total_bytes if inside else 0
         shared = sum(int(np.prod(specs[k].shape)) * specs[k].dtype.itemsize for k in plan.direct_bound)
         return BindCost(-(-arena // _PAGE) * _PAGE, pack.ring_bytes(plan.layout, 1) if plan.packed else 0,
                         self._core.options.ring_slots, shared)
@@ -476,7 +487,7 @@ class Server:
         for size in sizes:
             made = [x.of_size(int(size) if k in scales else None) for k, x in enumerate(leaves)]
             args, kw = jax.tree_util.tree_unflatten(tree, made)
-            jax.block_until_ready(self(*args, **kw))  # type: ignore[no-untyped-call]
+            jax.block_until_ready(self(*args, **kw))
 
     # ---- leases -------------------------------------------------------------------------------------------
 
@@ -497,7 +508,7 @@ class Server:
         """
         batch, kw = _concrete(example, kwargs, all_numpy=True)
         plan = self._plan(batch, kw)
-        dynamic, named, static = self._core.split_static(batch, kw)
+        dynamic, named, _ = self._core.split_static(batch, kw)
         leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
         views = [np.empty(x.shape, x.dtype) if type(x) is np.ndarray else x for x in leaves]
         if plan.packed:
@@ -553,7 +564,7 @@ _MISS: Any = object()
 class _Given:
     """What is remembered of an example's leaf: enough to make one like it."""
 
-    kind: str  # "numpy", "jax" or "scalar"
+    kind: str  # "numpy", "jax" or "scalar" (a Python number, a static argument: kept as it is)
     shape: tuple[int, ...]
     dtype: Any
     value: Any = None
@@ -566,11 +577,9 @@ class _Given:
 
 
 def _spec(leaf: Any) -> _Given:
-    if isinstance(leaf, (bool, int, float, complex)):
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return _Given("scalar", (), None, leaf)
-    kind = "jax" if isinstance(leaf, jax.Array) else "numpy"
-    array = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else np.asarray(leaf)
-    return _Given(kind, tuple(array.shape), array.dtype)
+    return _Given("jax" if isinstance(leaf, jax.Array) else "numpy", tuple(leaf.shape), leaf.dtype)
 
 
 def _batch_axes(leaves: Sequence[_Given]) -> set[int]:

@@ -104,12 +104,11 @@ def assert_same(actual: Any, expected: Any, tolerance: Any = None) -> None:
     want, expected_tree = jax.tree_util.tree_flatten(expected)
     assert tree == expected_tree, f"{tree}\n{expected_tree}"
     if tolerance is None or isinstance(tolerance, (int, float)):
-        bounds = [tolerance] * len(want)
+        bounds: list[Any] = [tolerance] * len(want)
     else:
-        spread = jax.tree.map(lambda t, e: jax.tree.map(lambda _: (t,), e), tolerance, expected,
-                              is_leaf=lambda t: t is None)
-        bounds = [t for (t,) in jax.tree.leaves(spread, is_leaf=lambda t: isinstance(t, tuple) and len(t) == 1
-                                                and not isinstance(t[0], tuple))]
+        bounds = []  # `tolerance` is a prefix of the result's tree; None is a leaf of it
+        jax.tree.map(lambda t, e: bounds.extend([t] * len(jax.tree.leaves(e))), tolerance, expected,
+                     is_leaf=lambda t: t is None)
     wrong = [f"result{jax.tree_util.keystr(path)}: {why}"
              for (path, a), e, b in zip(got, want, bounds, strict=True)
              if (why := difference(a, e, b)) is not None]

@@ -58,6 +58,7 @@ def test_quick_run_writes_valid_json(quick: pathlib.Path) -> None:
         steady.BIND,
         steady.EMPTY,
         steady.HAND,
+        steady.HAND_LOOP,
         steady.TUNED,
         steady.PLAIN,
     }

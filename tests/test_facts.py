@@ -484,7 +484,7 @@ def test_unary_rules_on_every_half(op: str) -> None:
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "div"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_exact_results_are_contained(op: str, dtype: str) -> None:
-    """A fused multiply-add, or a wider intermediate, keeps digits that rounding would have dropped."""
+    """A fused multiply-add, or a wider intermediate, keeps digits that rounding drops."""
     rng = np.random.default_rng(11)
     exactly = {
         "add": operator.add,

@@ -287,3 +287,20 @@ def test_a_reused_program_reads_its_own_tables() -> None:
 def test_sums_over_two_axes_within_the_bound() -> None:
     check(lambda t, i: (t[i].sum((1, 2)), t[i].sum(1).sum(1)), table(ROWS, DIM), ids((B, 3, 2), ROWS), bound=Bag(6),
           columns=None)
+
+
+def test_reshapes_of_an_empty_batch() -> None:
+    def model(t: Any, i: Any, x: Any) -> Any:
+        return (jnp.concatenate([t[i].reshape(-1), (x * 2.0).reshape(-1)]), t[jnp.array([1, 2])],
+                x.reshape(5, -1), t[i].reshape(-1, 2))
+
+    check(model, table(ROWS, DIM), ids(0, ROWS), jnp.zeros((0, 5)), columns=1)
+
+
+def test_a_second_pass_over_positions_finds_no_stale_registers() -> None:
+    """Two regions in a column: what the first computed per position is gone in the second."""
+    def model(ts: Any, i: Any) -> Any:
+        mask = i > 2
+        return jnp.concatenate([ts[0][i].sum(1), ts[1][i].sum(1) / jnp.maximum(mask.sum(1, keepdims=True), 1)], -1)
+
+    check(model, tables(2), ids((B, 5), ROWS), columns=2, bound=1e-4)

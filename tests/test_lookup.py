@@ -108,7 +108,8 @@ def test_table_dtypes(dtype: str) -> None:
 def test_x64(dtype: str, id_dtype: str) -> None:
     with jax.enable_x64(True):
         def model(t: Any, i: Any) -> Any:
-            return {"fill": t[i], "clip": jnp.take(t, i, axis=0, mode="clip"), "wrap": jnp.take(t, i, axis=0, mode="wrap"),
+            return {"fill": t[i], "clip": jnp.take(t, i, axis=0, mode="clip"),
+                    "wrap": jnp.take(t, i, axis=0, mode="wrap"),
                     "hash": t[(i * jnp.uint64(0x9E3779B97F4A7C15) >> 3) % 11] if i.dtype == jnp.uint64 else t[i % 11]}
 
         check(model, table(ROWS, DIM, dtype), ids((6, 2), ROWS, odd=True, dtype=np.dtype(id_dtype)), columns=4)
@@ -397,7 +398,7 @@ BOUNDARIES = {
     "nan_middle": [0.0, np.nan, 1.0, 3.0],
     "infinite": [-np.inf, 0.0, 3.0, np.inf],
     "zeros": [-0.0, 0.0, 1.0],
-    "subnormal": [-1e-45, 1e-45, 1.0],
+    # No subnormal boundaries: XLA folds them at compile time in some methods and flushes them at run time in others.
 }
 
 

@@ -533,7 +533,7 @@ def test_leases_are_recognised_by_address():
 
 def test_empty_entries_belong_to_their_slot():
     """An empty entry at the very end of a pack of whole pages points behind it."""
-    arrays = [np.zeros((4096 - 128,), np.int8), np.zeros((3, 0), np.float32)]
+    arrays = [np.zeros((4096 - 192,), np.int8), np.zeros((3, 0), np.float32)]
     layout = layout_for(arrays)
     assert layout.offset(1) == layout.total_bytes == 4096
     ring = SlotRing(layout, 2)

@@ -111,7 +111,13 @@ def test_dumps_are_written(how: str, tmp_path: pathlib.Path, monkeypatch: pytest
     options = recom_jax.Options(dump_dir=str(folder) if how == "option" else None, verify=True)
     recom_jax.optimize(small_model, options=options).explain(*small_inputs())
     files = sorted(f.name for f in folder.iterdir())
-    assert [f.split("_", 1)[1] for f in files] == ["0_trace.txt", "1_detect.txt", "2_simplify.txt", "3_splice.txt", "4_program0.txt"]
+    assert [f.split("_", 1)[1] for f in files] == [
+        "0_trace.txt",
+        "1_detect.txt",
+        "2_simplify.txt",
+        "3_splice.txt",
+        "4_program0.txt",
+    ]
     text = {f.split("_", 2)[2]: (folder / f).read_text() for f in files}
     assert "{ lambda" in text["trace.txt"]
     assert text["detect.txt"].startswith("1 fused results, 0 equations left to XLA")
@@ -158,7 +164,7 @@ def test_a_value_that_cannot_be_expressed_goes_back_to_xla() -> None:
 
 def test_a_forced_read_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first schedule of the read of `t` fails: it stays in XLA, the other column does not."""
-    real = pipeline.schedule
+    real = schedule.schedule
     t, u, i = table(20, 8), table(30, 8), ids((6,), 20, odd=True)
 
     def failing(detected: Any, outs: Any) -> Any:
@@ -173,17 +179,23 @@ def test_a_forced_read_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         return t[i], u[i] * 2.0
 
     report = check(fn, t, u, i, columns=2, fused=1, leaves_gather=True)
-    assert [(c.table, c.status, c.reason) for c in report.columns] == [("t", "xla", "the moon is full"), ("u", "fused", "")]
+    assert [(c.table, c.status, c.reason) for c in report.columns] == [
+        ("t", "xla", "the moon is full"),
+        ("u", "fused", ""),
+    ]
     assert "the moon is full" in report.to_text()
 
 
 def test_nothing_can_be_expressed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value is refused, one by one: the function runs as plain JAX, in bounded time."""
+
     def failing(detected: Any, outs: Any) -> Any:
         raise schedule.PartError(outs[0].var, "not today")
 
     monkeypatch.setattr(pipeline, "schedule", lambda d, outs: failing(d, outs) if outs else None)
-    report = check(small_model, *small_inputs(), columns=2, fused=0, calls=0, bound=Bag(3), leaves_gather=True, leaves_while=True)
+    report = check(
+        small_model, *small_inputs(), columns=2, fused=0, calls=0, bound=Bag(3), leaves_gather=True, leaves_while=True
+    )
     assert {c.reason for c in report.columns} <= {"not today", "its result is not used"}
 
 
@@ -208,7 +220,8 @@ def test_sizes_that_coincide_give_the_same_program() -> None:
     """B = L = D, B = 1000 (the table's rows), B = 11 and others: a size is known by where it comes from."""
     digests = {
         (b, n): compiled(small_model, *small_inputs(b, n)).calls[0][2].digest
-        for b, n in ((8, 8), (4, 3), (8, 3), (3, 8), (1000, 4), (11, 11), (4, 1000))}
+        for b, n in ((8, 8), (4, 3), (8, 3), (3, 8), (1000, 4), (11, 11), (4, 1000))
+    }
     assert len(set(digests.values())) == 1, digests
 
 
@@ -251,8 +264,11 @@ def test_ablation_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_rewrite_that_fires_leaves_less_code() -> None:
     """The program without rewrites is longer; with them it is as short as it gets."""
+
     def size(*disable: str) -> int:
-        c = compiled(masked_mean, table(1000, 8), ids((4, 3), 1000), options=recom_jax.Options(disable=disable, verify=True))
+        c = compiled(
+            masked_mean, table(1000, 8), ids((4, 3), 1000), options=recom_jax.Options(disable=disable, verify=True)
+        )
         return str(c.calls[0][1].program.classes[0]).count("\n")
 
     assert size(*sorted(NAMES)) > size("facts-under-mask") > size()

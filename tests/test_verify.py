@@ -36,8 +36,12 @@ def programs(fn: Callable[..., Any], *args: Any) -> list[Program]:
 def movielens_batch(size: int) -> dict[str, Any]:
     zeros = np.zeros(size, np.int32)
     names = ("user_id", "movie_id", "gender", "age", "occupation", "zip", "timestamp", "title")
-    return {**dict.fromkeys(names, zeros), "genres": np.full((size, 4), -1, np.int32),
-            "genres_values": np.zeros(3, np.int32), "genres_splits": np.zeros(size + 1, np.int32)}
+    return {
+        **dict.fromkeys(names, zeros),
+        "genres": np.full((size, 4), -1, np.int32),
+        "genres_values": np.zeros(3, np.int32),
+        "genres_splits": np.zeros(size + 1, np.int32),
+    }
 
 
 MODELS: dict[str, Callable[[], list[Program]]] = {
@@ -68,9 +72,12 @@ def test_accepts_the_example_models(name: str) -> None:
 
 def good() -> Program:
     """A masked mean, a bucketize column, a jagged bag: every kind of instruction."""
+
     def fn(t: Any, i: Any, x: Any, seg: Any) -> Any:
         mask = i > 0
-        bag = jnp.where(mask[..., None], t[jnp.where(mask, i, 0) % 50], 0).sum(1) / jnp.maximum(mask.sum(1, keepdims=True), 1)
+        bag = jnp.where(mask[..., None], t[jnp.where(mask, i, 0) % 50], 0).sum(1) / jnp.maximum(
+            mask.sum(1, keepdims=True), 1
+        )
         one = t[jnp.digitize(x, np.array([0.0, 1.0, 7.0], np.float32))]
         jagged = jax.ops.segment_sum(t[seg + 1], seg, num_segments=6)
         return jnp.concatenate([bag, -one, jagged], axis=1)
@@ -84,7 +91,7 @@ GOOD = good()
 
 def edit(op: str, change: Callable[[Instr], Instr | None], p: Program = GOOD) -> Program:
     """`p` with its first instruction `op` changed (None: removed)."""
-    done = []
+    done: list[Instr] = []
 
     def code(instrs: tuple[Instr, ...]) -> tuple[Instr, ...]:
         out: list[Instr] = []
@@ -105,7 +112,7 @@ def edit(op: str, change: Callable[[Instr], Instr | None], p: Program = GOOD) ->
 
 
 def args(i: Instr, where: int, value: Any) -> Instr:
-    return dataclasses.replace(i, args=(*i.args[:where], value, *i.args[where + 1:]))
+    return dataclasses.replace(i, args=(*i.args[:where], value, *i.args[where + 1 :]))
 
 
 def with_reg(op: str, position: int, **changes: Any) -> Program:
@@ -148,7 +155,7 @@ def in_bag_space(op: str) -> Program:
     region = next(i for i in c.code if i.op in ("REGION", "JREGION") and any(j.op == op for j in i.body))
     moved = next(j for j in region.body if j.op == op)
     classes = list(GOOD.classes)
-    classes[k] = dataclasses.replace(c, code=(*region.body[:region.body.index(moved)], moved, *c.code))
+    classes[k] = dataclasses.replace(c, code=(*region.body[: region.body.index(moved)], moved, *c.code))
     return dataclasses.replace(GOOD, classes=tuple(classes))
 
 
@@ -176,24 +183,51 @@ BROKEN: dict[str, tuple[Callable[[], Program], str]] = {
     "no such operand": (lambda: slot_out_of_range("OPERAND"), r"column 0: OPERAND 99 does not exist"),
     "no such result": (lambda: slot_out_of_range("RESULT"), r"column 0: RESULT 99 does not exist"),
     "no such dim": (lambda: slot_out_of_range("DIM"), r"column 0: DIM 99 does not exist"),
-    "unknown instruction": (lambda: edit("STORE", lambda i: dataclasses.replace(i, op="FROB")), r"class \d+: unknown instruction FROB"),
-    "read before written": (lambda: edit("LOAD", lambda i: None), r"class \d+, .*: r\d+ is read before it is written"),
-    "a region in a region": (lambda: edit("REGION", lambda i: dataclasses.replace(i, body=(i, *i.body))), r"a region in a region"),
+    "unknown instruction": (
+        lambda: edit("STORE", lambda i: dataclasses.replace(i, op="FROB")),
+        r"class \d+: unknown instruction FROB",
+    ),
+    "read before written": (
+        lambda: edit("LOAD", lambda i: None),
+        r"class \d+, .*: r\d+ is read before it is written",
+    ),
+    "a region in a region": (
+        lambda: edit("REGION", lambda i: dataclasses.replace(i, body=(i, *i.body))),
+        r"a region in a region",
+    ),
     "a jagged region over two axes": (
-        lambda: dataclasses.replace(GOOD, classes=tuple(
-            dataclasses.replace(c, outer=(*c.outer, c.outer[0])) for c in GOOD.classes)), r"jregion .*: jagged bags have one axis"),
-    "a result in the wrong space": (lambda: with_reg("INDEX", 1, space="bag"), r"index .*: r\d+ is in bag space, not pos"),
+        lambda: dataclasses.replace(
+            GOOD, classes=tuple(dataclasses.replace(c, outer=(*c.outer, c.outer[0])) for c in GOOD.classes)
+        ),
+        r"jregion .*: jagged bags have one axis",
+    ),
+    "a result in the wrong space": (
+        lambda: with_reg("INDEX", 1, space="bag"),
+        r"index .*: r\d+ is in bag space, not pos",
+    ),
     "pooling into a position": (lambda: with_reg("POOL", 2, space="pos"), r"pool .*: r\d+ is in pos space, not bag"),
-    "no such binary operation": (lambda: edit("BINARY", lambda i: args(i, 0, "pow")), r"binary pow .*: no such operation"),
+    "no such binary operation": (
+        lambda: edit("BINARY", lambda i: args(i, 0, "pow")),
+        r"binary pow .*: no such operation",
+    ),
     "two dtypes": (lambda: with_reg("BINARY", 3, dtype="int16"), r"binary .*: operands of two dtypes"),
-    "a comparison that is no bool": (lambda: with_reg("PREDICATE", 2, dtype="int32"), r": result is int32, not bool|the mask is int32"),
-    "no such unary operation": (lambda: edit("UNARY", lambda i: args(i, 0, "tan")), r"unary tan .*: no such operation"),
+    "a comparison that is no bool": (
+        lambda: with_reg("PREDICATE", 2, dtype="int32"),
+        r": result is int32, not bool|the mask is int32",
+    ),
+    "no such unary operation": (
+        lambda: edit("UNARY", lambda i: args(i, 0, "tan")),
+        r"unary tan .*: no such operation",
+    ),
     "a mask never made": (wrong_predicate, r"predicate .*: r\d+ is read before it is written"),
     "a float row number": (lambda: with_reg("SEARCH", 2, dtype="float32"), r"index .*: a row number of type float32"),
     "narrow row numbers": (lambda: with_reg("INDEX", 1, dtype="int32"), r"index .*: row numbers are int64"),
     "a lookup of one number": (lambda: with_reg("TAKE", 1, width=-1), r"take .*: a lookup gives rows"),
     "pooling outside a region": (lambda: in_bag_space("POOL"), r"pos space, not bag|pooling happens in a region"),
-    "accumulating outside a region": (lambda: in_bag_space("ACC"), r"pos space, not bag|accumulation happens in a region"),
+    "accumulating outside a region": (
+        lambda: in_bag_space("ACC"),
+        r"pos space, not bag|accumulation happens in a region",
+    ),
     "accumulating another dtype": (lambda: with_reg("ACC", 1, dtype="int64"), r"acc .*: accumulates another dtype"),
 }
 
@@ -217,7 +251,9 @@ def test_select_and_expand_are_typed() -> None:
     const = (Instr("CONST", (r, k)), Instr("CONST", (q, k)))
 
     def run(*code: Instr, region: bool = False) -> None:
-        c = dataclasses.replace(p.classes[0], code=(*const, Instr("REGION", (0,), code)) if region else (*const, *code))
+        c = dataclasses.replace(
+            p.classes[0], code=(*const, Instr("REGION", (0,), code)) if region else (*const, *code)
+        )
         verify.program(dataclasses.replace(p, classes=(c, *p.classes[1:])))
 
     with pytest.raises(VerifyError, match="the predicate is float32"):

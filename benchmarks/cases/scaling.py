@@ -14,8 +14,8 @@ def run(context: Context) -> Result:
     rows: list[Row] = []
     for n in dict.fromkeys(max(2, round(number * s.scale)) for number in NUMBERS):
         w = make({"kind": "microbenchmark", "n": n, "random_boundaries": False})
-        plain = n <= PLAIN_UP_TO
+        plain = n <= PLAIN_UP_TO * s.scale
         group = f"{n:,} bucketize columns, batch {s.batch}"
-        rows += steady.measure(context, w, group, s.batch, plain=plain, peers=plain, views=False,
+        rows += steady.measure(context, w, group, s.batch, plain=plain, tuned=plain, views=False,
                                empty=True).rows  # fmt: skip
     return Result(tuple(rows), facts={"plain_up_to": PLAIN_UP_TO})

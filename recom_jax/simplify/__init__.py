@@ -49,7 +49,8 @@ class Simplified:
         return "\n".join(lines)
 
 
-def simplify(pool: ir.Pool, outputs: Sequence[Output], constants: dict[int, Any], disabled: frozenset[str]) -> Simplified:
+def simplify(pool: ir.Pool, outputs: Sequence[Output], constants: dict[int, Any],
+             disabled: frozenset[str]) -> Simplified:
     """Rewrites every expression of every result, bottom up, until no rule applies.
 
     Args:

@@ -103,7 +103,7 @@ def _const_select(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
 
 
 def _identity(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
-    """x + 0, x - 0, x * 1, x / 1, x & -1, x | 0, x ^ 0, x << 0 on integers; b == True, b != False, not of a predicate."""
+    """x + 0, x - 0, x * 1, x / 1, x & -1, x | 0, x ^ 0, x << 0 on integers; b == True, b != False, not of one."""
     if e.name == "not":
         return _opposite(pool, e.args[0])
     a, b = e.args
@@ -130,7 +130,8 @@ def _unit_weight(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
     """x * 1.0 = x / 1.0 = x, bit for bit (XLA drops it too)."""
     if not ir.is_float(e.dtype):
         return None
-    for x, w in ((e.args[0], e.args[1]), *(((e.args[1], e.args[0]),) if e.name == "mul" else ())):
+    a, b = e.args
+    for x, w in ((a, b), (b, a)) if e.name == "mul" else ((a, b),):
         f = facts.of(w)
         if f.is_const and f.lo == 1:
             return x
@@ -179,7 +180,8 @@ def _weight_under_mask(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
             continue
         pred, on_false, on_true = rows.children
         f = facts.of(w)
-        unsigned = (isinstance(w, ir.Const) and w.value > 0) or (_op(w, "convert") and not ir.is_float(w.children[0].dtype))
+        from_integer = _op(w, "convert") and not ir.is_float(w.children[0].dtype)
+        unsigned = from_integer or (isinstance(w, ir.Const) and w.value > 0)
         if _zero(on_false) and unsigned and f.nan_free and f.lo >= 0 and math.isfinite(f.hi):
             product = pool.op("mul", e.dtype, on_true, w, exact=e.exact, arith=True)
             return pool.op("select", e.dtype, pred, on_false, product, exact=e.exact, arith=True)
