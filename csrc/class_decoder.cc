@@ -126,7 +126,8 @@ class ClassDecoder {
       }
     }
     if (op == opcode::k_JREGION) {
-      check(defined_[o.a] && at(o.a).writes == 1, "seg is written by one instruction of its region");
+      check(defined_[o.a] && at(o.a).writes == 1,
+            "seg is written by one instruction of its region");
       ++at(o.a).reads;
     }
     for (int dst : pending_) defined_[dst] = 1;
@@ -388,10 +389,13 @@ void ClassDecoder::finish() {
   for (Op& o : c_.ops) {
     o.words = words;
     switch (o.op) {
-      case opcode::k_LOAD: case opcode::k_AFFINE: case opcode::k_STORE:
+      case opcode::k_LOAD:
+      case opcode::k_AFFINE:
+      case opcode::k_STORE:
         words += 1 + 2 * o.strides.size();
         break;
-      case opcode::k_TAKE: case opcode::k_POOL:
+      case opcode::k_TAKE:
+      case opcode::k_POOL:
         words += 3;  // limit, fused, one-hot scan
         break;
       case opcode::k_REGION:

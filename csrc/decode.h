@@ -14,7 +14,9 @@ namespace recom::decode {
 inline constexpr int64_t kMaxRegs = 4096;
 inline constexpr int64_t kMaxRank = 32;
 
-[[noreturn]] inline void fail(const std::string& what) { throw ProgramError("recom program: " + what); }
+[[noreturn]] inline void fail(const std::string& what) {
+  throw ProgramError("recom program: " + what);
+}
 
 inline void check(bool ok, const char* what) {
   if (!ok) fail(what);

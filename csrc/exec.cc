@@ -64,10 +64,10 @@ void Exec::column(const Plan::Col& col, int64_t bag0, int64_t bag1) {
 }
 
 void Exec::columns(const Plan::Col* cols, int n, int64_t bag0, int64_t bag1) {
-  constexpr int kMost = kGroupBytes / 16;
+  constexpr int kMost = kGroupBytes / 16, kRowBytes = 128;  // rows are of 16 to 128 bytes
   const char* rows[kMost * kGroupTile];
-  alignas(64) char fills[kMost][kGroupBytes / 2];
-  alignas(64) static const char zeros[kGroupBytes / 2] = {};
+  alignas(64) char fills[kMost][kRowBytes];
+  alignas(64) static const char zeros[kRowBytes] = {};
   int64_t bytes = 0;
   for (int64_t b = bag0; b < bag1; b += kGroupTile) {
     bag0_ = b;

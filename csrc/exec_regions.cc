@@ -134,7 +134,7 @@ void Exec::reduce_run(const Op& o, int64_t bag, int64_t bags, int64_t item, int6
   a.first = first;
   const __int128 bytes = static_cast<__int128>(a.table.limit) * a.table.row_stride *
                          element_size(type);
-  a.prefetch = bytes > (1 << 20);
+  a.prefetch = bytes > (1 << 17);
   bad_index_ |= !k_.pool[o.sub][type][g.dtype](a, to.base + bag * to.pitch * g.size);
 
   const int64_t scan = (o.flags & flag::k_ONE_HOT) ? v[o.words + 2] : -1;

@@ -22,19 +22,32 @@ namespace {
 
 const char* dtype_name(int t) {
   switch (t) {
-    case dtype::k_PRED: return "bool";
-    case dtype::k_S8: return "int8";
-    case dtype::k_S16: return "int16";
-    case dtype::k_S32: return "int32";
-    case dtype::k_S64: return "int64";
-    case dtype::k_U8: return "uint8";
-    case dtype::k_U16: return "uint16";
-    case dtype::k_U32: return "uint32";
-    case dtype::k_U64: return "uint64";
-    case dtype::k_F16: return "float16";
-    case dtype::k_F32: return "float32";
-    case dtype::k_F64: return "float64";
-    default: return "bfloat16";
+    case dtype::k_PRED:
+      return "bool";
+    case dtype::k_S8:
+      return "int8";
+    case dtype::k_S16:
+      return "int16";
+    case dtype::k_S32:
+      return "int32";
+    case dtype::k_S64:
+      return "int64";
+    case dtype::k_U8:
+      return "uint8";
+    case dtype::k_U16:
+      return "uint16";
+    case dtype::k_U32:
+      return "uint32";
+    case dtype::k_U64:
+      return "uint64";
+    case dtype::k_F16:
+      return "float16";
+    case dtype::k_F32:
+      return "float32";
+    case dtype::k_F64:
+      return "float64";
+    default:
+      return "bfloat16";
   }
 }
 
@@ -81,9 +94,12 @@ int dtype_of(const py::dtype& t) {
   int log2 = 0;
   while (log2 < 3 && (1 << log2) < t.itemsize()) ++log2;
   switch (t.kind()) {
-    case 'b': return dtype::k_PRED;
-    case 'i': return dtype::k_S8 + log2;
-    case 'u': return dtype::k_U8 + log2;
+    case 'b':
+      return dtype::k_PRED;
+    case 'i':
+      return dtype::k_S8 + log2;
+    case 'u':
+      return dtype::k_U8 + log2;
     case 'f':
       if (t.itemsize() == 4) return dtype::k_F32;
       if (t.itemsize() == 8) return dtype::k_F64;
@@ -100,7 +116,8 @@ struct Arrays {
   Arrays(const py::sequence& list, bool writeable) {
     size_t ranks = 0;
     for (const py::handle h : list) {
-      if (!py::isinstance<py::array>(h)) throw py::value_error("operands and results are numpy arrays");
+      if (!py::isinstance<py::array>(h))
+        throw py::value_error("operands and results are numpy arrays");
       kept.push_back(py::reinterpret_borrow<py::array>(h));
       ranks += kept.back().ndim();
     }
@@ -113,7 +130,8 @@ struct Arrays {
       }
       const size_t at = dims.size();
       for (py::ssize_t i = 0; i < a.ndim(); ++i) dims.push_back(a.shape(i));
-      buffers.push_back({const_cast<void*>(a.data()), dims.data() + at, static_cast<int>(a.ndim()), t});
+      buffers.push_back(
+          {const_cast<void*>(a.data()), dims.data() + at, static_cast<int>(a.ndim()), t});
     }
   }
 };
@@ -177,7 +195,8 @@ PYBIND11_MODULE(_recom, m) {
   m.def("run_program", &recom::run, py::arg("program"), py::arg("binding"), py::arg("operands"),
         py::arg("results"), py::arg("threads") = 1, "Runs a program on numpy arrays, without XLA.");
   m.def("program_stats", &recom::program_stats, "Counters since the process started.");
-  m.def("validate", [](const py::bytes& b) { recom::decode_program(recom::view(b)); },
-        py::arg("program"), "Raises ValueError if the program is malformed.");
+  m.def(
+      "validate", [](const py::bytes& b) { recom::decode_program(recom::view(b)); },
+      py::arg("program"), "Raises ValueError if the program is malformed.");
   bind_packing(m);
 }

@@ -268,7 +268,10 @@ struct Plan::Builder {
         w[0] = row_limit(operand_sizes[v[o.buffer]], v[o.offset], v[o.n], width);
         w[1] = o.fuse_store >= 0 && writes_through(c, c.ops[o.fuse_store], value, v);
         w[2] = o.rows_slot >= 0 ? scan(o, w[0], width, v) : -1;
-        return items * (4 + width / 4.0);
+        // Rows of a table that no cache holds cost a trip to memory each.
+        const double bytes = static_cast<double>(w[0]) * v[o.n] *
+                             element_size(operands[v[o.buffer]].dtype);
+        return items * (4 + width / 4.0) * (bytes > (1 << 20) && width > 0 ? 3 : 1);
       }
       case opcode::k_REGION: {
         w[0] = 1;
@@ -343,7 +346,7 @@ struct Plan::Builder {
     const int threads = plan.threads_;
     plan.small = total_cost < kSmallWork || threads <= 1;
     const double target = plan.small ? total_cost + 1
-                                     : std::max(total_cost / (threads * 8.0), kSmallWork / 4.0);
+                                     : std::max(total_cost / (threads * 16.0), kSmallWork / 4.0);
     size_t i = 0;
     while (i < plan.cols.size()) {
       const Col& first = plan.cols[i];

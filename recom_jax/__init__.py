@@ -5,16 +5,19 @@ from __future__ import annotations
 from recom_jax import errors, ffi
 from recom_jax.api import OptimizedFunction, optimize, stats
 from recom_jax.errors import (
-                              ArgumentError,
-                              BatchError,
-                              BindError,
-                              EncodeError,
-                              LeaseError,
-                              OptionError,
-                              PlatformError,
-                              RecomError,
-                              TraceError,
-                              VerifyError,
+    ArgumentError,
+    BatchError,
+    BatchTypeError,
+    BindError,
+    BindTypeError,
+    DeletedError,
+    EncodeError,
+    LeaseError,
+    OptionError,
+    PlatformError,
+    RecomError,
+    TraceError,
+    VerifyError,
 )
 from recom_jax.explain import ColumnReport, Report
 from recom_jax.options import Options
@@ -23,7 +26,26 @@ from recom_jax.version import __version__
 ffi.register()
 
 __all__ = [
-    "ArgumentError", "BatchError", "BindError", "ColumnReport", "EncodeError", "LeaseError", "OptimizedFunction",
-    "OptionError", "Options", "PlatformError", "RecomError", "Report", "TraceError", "VerifyError", "__version__",
-    "errors", "ffi", "optimize", "stats",
+    "ArgumentError",
+    "BatchError",
+    "BatchTypeError",
+    "BindError",
+    "BindTypeError",
+    "ColumnReport",
+    "DeletedError",
+    "EncodeError",
+    "LeaseError",
+    "OptimizedFunction",
+    "OptionError",
+    "Options",
+    "PlatformError",
+    "RecomError",
+    "Report",
+    "TraceError",
+    "VerifyError",
+    "__version__",
+    "errors",
+    "ffi",
+    "optimize",
+    "stats",
 ]

@@ -18,8 +18,13 @@ from recom_jax.signature import Arguments, Signature
 from recom_jax.trace import trace
 
 
-def optimize(fn: Callable[..., Any] | None = None, *, static_argnums: int | Sequence[int] = (),
-             static_argnames: str | Sequence[str] = (), options: Options | None = None) -> Any:
+def optimize(
+    fn: Callable[..., Any] | None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    options: Options | None = None,
+) -> Any:
     """Fuses the embedding columns of a JAX function into one custom call. A decorator.
 
     Args:
@@ -35,13 +40,19 @@ def optimize(fn: Callable[..., Any] | None = None, *, static_argnums: int | Sequ
       ArgumentError (a TypeError): `fn` is not callable.
     """
     if fn is None:
-        return functools.partial(optimize, static_argnums=static_argnums, static_argnames=static_argnames,
-                                 options=options)
+        return functools.partial(
+            optimize,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            options=options,
+        )
     if not callable(fn):
         raise ArgumentError(f"recom_jax.optimize takes a function, not a {type(fn).__name__}")
     if options is not None and not isinstance(options, Options):
         raise ArgumentError(f"options is a recom_jax.Options, not a {type(options).__name__}")
-    return OptimizedFunction(fn, Signature.of(fn, static_argnums, static_argnames), options or Options())
+    return OptimizedFunction(
+        fn, Signature.of(fn, static_argnums, static_argnames), options or Options()
+    )
 
 
 class OptimizedFunction:
@@ -50,8 +61,11 @@ class OptimizedFunction:
     def __init__(self, fn: Callable[..., Any], signature: Signature, options: Options) -> None:
         self._fn, self._signature, self.options = fn, signature, options
         functools.update_wrapper(self, fn, updated=())
-        self._jitted = jax.jit(self._body, static_argnums=signature.static_argnums or None,
-                               static_argnames=signature.static_argnames or None)
+        self._jitted = jax.jit(
+            self._body,
+            static_argnums=signature.static_argnums or None,
+            static_argnames=signature.static_argnames or None,
+        )
         self._reports: dict[Any, Report] = {}
         self._lock = threading.Lock()
 
@@ -98,7 +112,9 @@ class OptimizedFunction:
         """
         from recom_jax.serve import Server
 
-        return Server(self._fn, self._signature, self.options, leading, getattr(self, "__name__", "model"))
+        return Server(
+            self._fn, self._signature, self.options, leading, getattr(self, "__name__", "model")
+        )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else BoundMethod(self, instance)
@@ -107,7 +123,7 @@ class OptimizedFunction:
         return self
 
     def __reduce__(self) -> Any:
-        return _by_name, (self.__module__, self.__qualname__)
+        return _by_name, (self.__module__, self._fn.__qualname__)
 
     def __repr__(self) -> str:
         return f"<recom_jax.optimize({getattr(self._fn, '__qualname__', self._fn)!s})>"
@@ -122,7 +138,9 @@ class OptimizedFunction:
 
     def _compile(self, call: Arguments) -> pipeline.Compiled:
         pipeline.count("traces")
-        return pipeline.compile_jaxpr(trace_call(self._fn, call, self._signature.name), self.options)
+        return pipeline.compile_jaxpr(
+            trace_call(self._fn, call, self._signature.name), self.options
+        )
 
 
 class BoundMethod:
@@ -171,7 +189,13 @@ def stats() -> dict[str, int]:
     from recom_jax import ffi
 
     ext = ffi.extension()
-    out = {"traces": 0, "programs_prepared": 0, "program_cache_hits": 0, "calls": 0, "bytes_packed": 0}
+    out = {
+        "traces": 0,
+        "programs_prepared": 0,
+        "program_cache_hits": 0,
+        "calls": 0,
+        "bytes_packed": 0,
+    }
     out.update(pipeline.counters())
     out.update({k: v for k, v in ext.program_stats().items() if isinstance(v, int)})
     return out

@@ -115,15 +115,33 @@ def make_plan(source: Source) -> Plan:
     names = call.names[n_bound:]
     specs = [LeafSpec(np.dtype(batch_vars[k].aval.dtype), tuple(batch[k].shape)) for k in packed]
     layout = pack.layout_of(specs, [names[k] for k in packed]) if packed else None
-    places = _Places(n_bound, tuple(packed), tuple(direct), tuple(arena), tuple(direct_bound), layout,
-                     pack.layout_of([LeafSpec.of(call.leaves[k]) for k in arena]) if arena else None)
+    places = _Places(
+        n_bound,
+        tuple(packed),
+        tuple(direct),
+        tuple(arena),
+        tuple(direct_bound),
+        layout,
+        pack.layout_of([LeafSpec.of(call.leaves[k]) for k in arena]) if arena else None,
+    )
     body = _body(compiled, places)
     body.__name__ = source.name
     types = tuple(_type_of(batch[k]) for k in direct)
     packer = pack.Packer(layout, narrow=not x64()) if layout is not None else None
-    return Plan(source.tree, source.static, names,
-                places.packed, places.direct, types, places.arena, places.direct_bound, layout, packer,
-                body, jax.jit(body))
+    return Plan(
+        source.tree,
+        source.static,
+        names,
+        places.packed,
+        places.direct,
+        types,
+        places.arena,
+        places.direct_bound,
+        layout,
+        packer,
+        body,
+        jax.jit(body),
+    )
 
 
 def x64() -> bool:
@@ -132,7 +150,12 @@ def x64() -> bool:
 
 
 def _type_of(leaf: Any) -> Any:
-    return type(leaf), np.shape(leaf), getattr(leaf, "dtype", None), getattr(leaf, "weak_type", False)
+    return (
+        type(leaf),
+        np.shape(leaf),
+        getattr(leaf, "dtype", None),
+        getattr(leaf, "weak_type", False),
+    )
 
 
 def direct_mismatch(plan: Plan, leaves: Sequence[Any]) -> str:
@@ -140,7 +163,10 @@ def direct_mismatch(plan: Plan, leaves: Sequence[Any]) -> str:
     for k, want in zip(plan.direct, plan.direct_types, strict=True):
         have = _type_of(leaves[k])
         if have != want:
-            shown = [f"{t.__name__} {d}{list(s)}" if d is not None else t.__name__ for t, s, d, _ in (want, have)]
+            shown = [
+                f"{t.__name__} {d}{list(s)}" if d is not None else t.__name__
+                for t, s, d, _ in (want, have)
+            ]
             return f"leaf {k} ({plan.names[k]}): expected {shown[0]}, was given {shown[1]}"
     return ""
 
@@ -180,20 +206,28 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
     jaxpr = compat.open_jaxpr(compiled.jaxpr)
     consts = compiled.jaxpr.consts
     out_tree = compiled.traced.out_tree
-    batch_vars = jaxpr.invars[places.n_bound:]
+    batch_vars = jaxpr.invars[places.n_bound :]
 
     def call(*args: Any) -> Any:
         rest = list(args)
         staging = rest.pop(0) if places.packed else None
         arena = rest.pop(0) if places.arena else None
-        direct = [*((jaxpr.invars[k], None) for k in places.direct_bound),
-                  *((batch_vars[k], batch_vars[k].aval) for k in places.direct)]
+        direct = [
+            *((jaxpr.invars[k], None) for k in places.direct_bound),
+            *((batch_vars[k], batch_vars[k].aval) for k in places.direct),
+        ]
         env: dict[int, Any] = {id(v): c for v, c in zip(jaxpr.constvars, consts, strict=True)}
         in_pack: dict[int, tuple[Any, Any, int]] = {}
         for (var, aval), value in zip(direct, rest, strict=True):
-            if aval is not None and isinstance(value, jax.core.Tracer) and (
-                    value.shape != aval.shape or value.dtype != aval.dtype
-                    or value.weak_type != aval.weak_type):
+            if (
+                aval is not None
+                and isinstance(value, jax.core.Tracer)
+                and (
+                    value.shape != aval.shape
+                    or value.dtype != aval.dtype
+                    or value.weak_type != aval.weak_type
+                )
+            ):
                 raise MismatchError(f"expected {aval}, was given {value.aval}")
             env[id(var)] = value
         for entry, k in enumerate(places.arena):
@@ -220,7 +254,9 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
     return call
 
 
-def _bind_packed(eqn: Any, env: dict[int, Any], in_pack: dict[int, tuple[Any, Any, int]]) -> list[Any]:
+def _bind_packed(
+    eqn: Any, env: dict[int, Any], in_pack: dict[int, tuple[Any, Any, int]]
+) -> list[Any]:
     """A fused equation whose operands lie in packs: the same program, another binding."""
     call: FusedCall = eqn.params["call"]
     physical: list[Any] = []
@@ -246,12 +282,18 @@ def _bind_packed(eqn: Any, env: dict[int, Any], in_pack: dict[int, tuple[Any, An
             where.append((place(id(var), value), -1, None))
     if len(eqn.invars) == call.n_physical:
         n_used = len(physical)
-    binding = tuple(x for at, entry, _ in where[:call.n_physical] for x in (at, entry))
+    binding = tuple(x for at, entry, _ in where[: call.n_physical] for x in (at, entry))
     original = call.fallback
 
     def fallback(*operands: Any) -> list[Any]:
-        return original(*[operands[at] if entry < 0 else pack.unpack(operands[at], layout, entry)
-                          for at, entry, layout in where])
+        return original(
+            *[
+                operands[at] if entry < 0 else pack.unpack(operands[at], layout, entry)
+                for at, entry, layout in where
+            ]
+        )
 
-    new = FusedCall(call.encoded, binding, n_used, call.out_avals, fallback, call.options, packed=True)
+    new = FusedCall(
+        call.encoded, binding, n_used, call.out_avals, fallback, call.options, packed=True
+    )
     return list(fused_p.bind(*physical, call=new))

@@ -13,14 +13,21 @@ from typing import Any
 import jax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import dtypes as _dtypes
+from jax._src import effects as _effects
 from jax._src import linear_util as _lu
 from jax._src import source_info_util as _source
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import pxla as _pxla
+from jax._src.state.types import ReadEffect
 from jax.extend import core as jcore
 from jax.interpreters import ad, batching, mlir
 
 Var = jcore.Var
 Literal = jcore.Literal
 DropVar = _core.DropVar
+Ref = _core.Ref
+typeof = _core.typeof
 Primitive = jcore.Primitive
 new_jaxpr_eqn = jcore.new_jaxpr_eqn
 jaxpr_as_fun = jcore.jaxpr_as_fun
@@ -43,18 +50,25 @@ def open_jaxpr(closed: Any) -> Any:
     return closed.jaxpr
 
 
-def closed(constvars: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any],
-           consts: Sequence[Any], like: Any) -> Any:
+def closed(
+    constvars: Sequence[Any],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    eqns: Sequence[Any],
+    consts: Sequence[Any],
+    like: Any,
+) -> Any:
     """A closed jaxpr made of equations; effects are the union of the equations' own."""
     effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
     info = like.debug_info
     if len(info.arg_names or ()) != len(invars) or len(info.result_paths or ()) != len(outvars):
         info = info._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
-    if jcore.ClosedJaxpr is jcore.Jaxpr:
-        return jcore.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, info,
-                           consts=list(consts))
-    return jcore.ClosedJaxpr(
-        jcore.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, info), list(consts))
+    parts = (list(constvars), list(invars), list(outvars), list(eqns), effects, info)
+    inner: Any = jcore.Jaxpr
+    outer: Any = jcore.ClosedJaxpr
+    if outer is inner:
+        return inner(*parts, consts=list(consts))
+    return outer(inner(*parts), list(consts))
 
 
 def debug_info(what: str) -> Any:
@@ -125,9 +139,15 @@ def bind_eqn(eqn: Any, invals: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def register_primitive(prim: Any, *, abstract_eval: Callable[..., Any], jvp: Callable[..., Any],
-                       batch: Callable[..., Any], lower_cpu: Callable[..., Any],
-                       lower_default: Callable[..., Any]) -> None:
+def register_primitive(
+    prim: Any,
+    *,
+    abstract_eval: Callable[..., Any],
+    jvp: Callable[..., Any],
+    batch: Callable[..., Any],
+    lower_cpu: Callable[..., Any],
+    lower_default: Callable[..., Any],
+) -> None:
     """Wires a multi-result primitive into evaluation, differentiation, batching and lowering."""
     prim.multiple_results = True
     prim.def_abstract_eval(abstract_eval)
@@ -155,6 +175,16 @@ def is_tracer(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def is_batched(value: Any) -> bool:
+    """Whether a value belongs to a vmap at work."""
+    return isinstance(value, _batching.BatchTracer)
+
+
+def tracing() -> bool:
+    """Whether a transformation (jit, vmap, grad, ...) is at work in this thread."""
+    return not _core.trace_ctx.is_top_level()
+
+
 def instantiate_zeros(tangent: Any) -> Any:
     return ad.instantiate_zeros(tangent)
 
@@ -164,4 +194,35 @@ def is_zero_tangent(tangent: Any) -> bool:
 
 
 def zero_tangent(primal_out: Any) -> Any:
-    return ad.Zero(_core.get_aval(primal_out).to_tangent_aval())
+    return ad.Zero(_core.typeof(primal_out).to_tangent_aval())
+
+
+# ---- arrays that a traced function closes over, as operands (see `operands`) -------------------------------------
+
+
+class OperandEffect(ReadEffect):
+    """Tells JAX to make operands of the closed-over `Ref`s that an equation reads; it orders nothing."""
+
+
+for _allowed in (
+    _effects.lowerable_effects,
+    _effects.control_flow_allowed_effects,
+    _effects.remat_allowed_effects,
+    _effects.custom_derivatives_allowed_effects,
+):
+    _allowed.add_type(OperandEffect)
+
+
+def register_operand_type(kind: type[Any], arrays: Callable[[Sequence[Any]], list[Any]]) -> None:
+    """Lets instances of `kind`, a subclass of `Ref` with an ``_aval``, be passed to compiled programs.
+
+    Args:
+      arrays: the arrays that instances stand for at this moment.
+    """
+
+    def shard(xs: Any, shardings: Any, layouts: Any, copy_semantics: Any) -> Any:
+        return _pxla.shard_args(shardings, layouts, copy_semantics, arrays(xs))
+
+    _core.pytype_aval_mappings[kind] = lambda x: x._aval
+    _dtypes.canonicalize_value_handlers[kind] = lambda x: x
+    _pxla.shard_arg_handlers[kind] = shard

@@ -2,16 +2,16 @@
 
 Every variable gets a `Val`: an expression over its index space (what the fused call can compute by itself),
 an assembly of such expressions (a concatenation), or nothing, in which case XLA computes it and whoever
-reads it reads an operand. Rules are tabled by primitive in `detect_rules`. Then the program's results are
-followed backwards: a variable that XLA needs and whose value holds a lookup becomes a result of a fused
-call; everything in front of it that nobody else needs disappears.
+reads it reads an operand. Rules are tabled by primitive in `detect_rules` and its siblings. Then the program's
+results are followed backwards: a variable that XLA needs and whose value holds a lookup becomes a result of a
+fused call; everything in front of it that nobody else needs disappears.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,22 @@ from recom_jax.subgraph import producers
 Shape = tuple[DimLike, ...]
 
 DTYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64".split())
+    [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    ]
+)
 
 
 DEEPEST = 100  # operations inside one another
@@ -106,9 +121,13 @@ class Detected:
         lines = [f"{len(self.outputs)} fused results, {len(self.kept)} equations left to XLA"]
         for o in self.outputs:
             parts = o.val.parts or (Part(o.val.expr, o.val.shape, 0, ()),)  # type: ignore[arg-type]
-            lines.append(f"level {o.level}: [{', '.join(map(str, o.val.shape))}] from {len(parts)} parts")
+            lines.append(
+                f"level {o.level}: [{', '.join(map(str, o.val.shape))}] from {len(parts)} parts"
+            )
             lines += [f"  @{p.offset} strides {p.strides} over {p.shape}: {p.expr}" for p in parts]
-        lines += [f"not fused: {r.reason} ({compat.source_line(r.eqn)})" for r in self.reads if r.reason]
+        lines += [
+            f"not fused: {r.reason} ({compat.source_line(r.eqn)})" for r in self.reads if r.reason
+        ]
         return "\n".join(lines)
 
 
@@ -159,9 +178,14 @@ class Detector:
             dtype = dtype_name(var.aval)
             known = self.env.get(id(var))
             kind = "in" if id(var) in self.arguments else "x"
-            shape = known.shape if known is not None else tuple(
-                self.unifier.fresh(kind, int(d)) for d in var.aval.shape)
-            found = self.operands[id(var)] = Val(shape, self.pool.load(var, dtype, 0, row_major(shape)))
+            shape = (
+                known.shape
+                if known is not None
+                else tuple(self.unifier.fresh(kind, int(d)) for d in var.aval.shape)
+            )
+            found = self.operands[id(var)] = Val(
+                shape, self.pool.load(var, dtype, 0, row_major(shape))
+            )
         return found
 
     def literal_dim(self, size: int) -> DimLike:
@@ -204,7 +228,9 @@ class Detector:
         flat = [k for k in range(rank) if value(v.shape[k]) != value(shape[k])]
         if not flat:
             return expr
-        return self.pool.remap(expr, rank, lambda s, o: (tuple(0 if k in flat else x for k, x in enumerate(s)), o))
+        return self.pool.remap(
+            expr, rank, lambda s, o: (tuple(0 if k in flat else x for k, x in enumerate(s)), o)
+        )
 
     def one(self, v: Val) -> ir.Expr:
         if v.expr is None:
@@ -250,7 +276,11 @@ class Detector:
                 if self.options.verifies:
                     raise
                 del self.reads[reads_before:]
-                refused_read(self, eqn, f"recom_jax failed on it ({type(why).__name__}: {why}); please report")
+                refused_read(
+                    self,
+                    eqn,
+                    f"recom_jax failed on it ({type(why).__name__}: {why}); please report",
+                )
                 continue
             if out is None:
                 continue
@@ -335,11 +365,26 @@ class Detector:
                 for var in eqn.outvars:
                     if id(var) not in fused:
                         ready[id(var)] = level
-        return Detected(self.closed, self.pool, self.unifier, tuple(outputs), tuple(eqns), tuple(self.reads),
-                        self.value_of, self.arguments, self.operands)
+        return Detected(
+            self.closed,
+            self.pool,
+            self.unifier,
+            tuple(outputs),
+            tuple(eqns),
+            tuple(self.reads),
+            self.value_of,
+            self.arguments,
+            self.operands,
+        )
 
 
-def detect(closed: Any, options: Any, forced: dict[int, str] | None = None) -> tuple[Detected, Detector]:
+# What a primitive's rule is: its outputs' values (see `detect_rules`).
+Rule = Callable[[Detector, Any], Val | list[Val | None] | None]
+
+
+def detect(
+    closed: Any, options: Any, forced: dict[int, str] | None = None
+) -> tuple[Detected, Detector]:
     """Finds the columns of a flat jaxpr. `forced` names variables (by id) that must stay in XLA, and why."""
     detector = Detector(closed, options, forced or {})
     return detector.run(), detector

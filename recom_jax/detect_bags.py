@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from recom_jax import ir
-from recom_jax.detect import Detector, Refuse, Shape, Val, dtype_name
-from recom_jax.detect_rules import Rule, identity_of, reduce_axes
+from recom_jax.detect import Detector, Refuse, Rule, Shape, Val, dtype_name
+from recom_jax.detect_rules import identity_of, reduce_axes
 from recom_jax.detect_tables import base_table, exact_index, index_component, make_take
 from recom_jax.shape_solver.dims import DimLike
 
@@ -22,14 +22,18 @@ def _one_hot_ids(e: ir.Expr, axis: int) -> ir.Expr | None:
         return None
     memo: dict[int, frozenset[int]] = {}
     for ids, iota in (eq.args, eq.args[::-1]):
-        if isinstance(iota, ir.Affine) and iota.offset == 0 and all(
-                s == int(k == axis) for k, s in enumerate(iota.strides)) and axis not in ir.depends(ids, memo):
+        if (
+            isinstance(iota, ir.Affine)
+            and iota.offset == 0
+            and all(s == int(k == axis) for k, s in enumerate(iota.strides))
+            and axis not in ir.depends(ids, memo)
+        ):
             return ids
     return None
 
 
 def _dot_general(d: Detector, eqn: Any) -> Val | None:
-    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    (lc, rc), (lb, _) = eqn.params["dimension_numbers"]
     lhs, rhs = eqn.invars
     found = base_table(d, rhs) if not lb and tuple(rc) == (0,) and len(lc) == 1 else None
     if found is not None and len(rhs.aval.shape) == 2:
@@ -39,7 +43,9 @@ def _dot_general(d: Detector, eqn: Any) -> Val | None:
     return _weighted_bag(d, eqn)
 
 
-def _one_hot_product(d: Detector, eqn: Any, lhs: Any, contract: int, table: Any, table_expr: ir.Expr) -> Val | None:
+def _one_hot_product(
+    d: Detector, eqn: Any, lhs: Any, contract: int, table: Any, table_expr: ir.Expr
+) -> Val | None:
     try:
         left = d.val(lhs)
     except Refuse:
@@ -66,14 +72,26 @@ def _one_hot_product(d: Detector, eqn: Any, lhs: Any, contract: int, table: Any,
     def f(strides: ir.Strides, offset: DimLike) -> tuple[ir.Strides, DimLike]:
         # free axes, the embedding axis, then the axes being pooled
         free = [strides[k] for k in keep]
-        return (*free[:rank - 1], 0, *free[rank - 1:]), offset
+        return (*free[: rank - 1], 0, *free[rank - 1 :]), offset
 
     if ir.is_float(ids.dtype):
         raise Refuse("one-hot of float ids")
     idx = d.pool.remap(ids, total, f)
-    expr = make_take(d, eqn, table, table_expr, idx, rows=rows, width=width, base=0,
-                      cols=tuple(int(k == rank - 1) for k in range(total)), shift=(0,) * total, mode="fill", fill=0.0,
-                      one_hot=True)
+    expr = make_take(
+        d,
+        eqn,
+        table,
+        table_expr,
+        idx,
+        rows=rows,
+        width=width,
+        base=0,
+        cols=tuple(int(k == rank - 1) for k in range(total)),
+        shift=(0,) * total,
+        mode="fill",
+        fill=0.0,
+        one_hot=True,
+    )
     if pooled is not None:
         expr = d.pool.reduce("sum", expr, pooled.sizes, 0.0)
     shape: Shape = (*(left.shape[k] for k in range(rank) if k != contract), width)
@@ -95,7 +113,11 @@ def _weighted_bag(d: Detector, eqn: Any) -> Val | None:
     if len(weights.shape) != len(b_w) + 1 or rows.expr is None or weights.expr is None:
         return None
     dtype = dtype_name(eqn.outvars[0].aval)
-    if not (dtype == rows.expr.dtype == weights.expr.dtype) or not ir.is_float(dtype) or ir.is_16bit(dtype):
+    if (
+        not (dtype == rows.expr.dtype == weights.expr.dtype)
+        or not ir.is_float(dtype)
+        or ir.is_16bit(dtype)
+    ):
         return None
     free = [k for k in range(len(rows.shape)) if k not in b_r and k != c_r[0]]
     rank = len(b_r) + len(free) + 1
@@ -119,8 +141,14 @@ def _weighted_bag(d: Detector, eqn: Any) -> Val | None:
 
 # ---- jagged bags ---------------------------------------------------------------------------------------------
 
-_SCATTER = {"scatter-add": "sum", "scatter_add": "sum", "scatter-max": "max", "scatter_max": "max",
-            "scatter-min": "min", "scatter_min": "min"}
+_SCATTER = {
+    "scatter-add": "sum",
+    "scatter_add": "sum",
+    "scatter-max": "max",
+    "scatter_max": "max",
+    "scatter-min": "min",
+    "scatter_min": "min",
+}
 
 
 def _scatter(d: Detector, eqn: Any) -> Val | None:
@@ -129,8 +157,12 @@ def _scatter(d: Detector, eqn: Any) -> Val | None:
     kind = _SCATTER[eqn.primitive.name]
     dims, mode = eqn.params["dimension_numbers"], str(eqn.params["mode"])
     rank = len(updates.aval.shape)
-    if rank not in (1, 2) or tuple(dims.inserted_window_dims) != (0,) or tuple(
-            dims.scatter_dims_to_operand_dims) != (0,) or tuple(dims.update_window_dims) != tuple(range(1, rank)):
+    if (
+        rank not in (1, 2)
+        or tuple(dims.inserted_window_dims) != (0,)
+        or tuple(dims.scatter_dims_to_operand_dims) != (0,)
+        or tuple(dims.update_window_dims) != tuple(range(1, rank))
+    ):
         return None
     if getattr(dims, "operand_batching_dims", ()) or len(start.aval.shape) != 2:
         return None
@@ -151,7 +183,9 @@ def _scatter(d: Detector, eqn: Any) -> Val | None:
     seg = d.pool.remap(seg1, 1, lambda s, o: ((s[0], *((0,) * (rank - 1))), o))
     if any(isinstance(x, (ir.Reduce, ir.SegReduce)) for x in ir.walk(seg)):
         seg_var = d.opaque(start)
-        seg = d.pool.remap(index_component(d, seg_var, 0), 1, lambda s, o: ((s[0], *((0,) * (rank - 1))), o))
+        seg = d.pool.remap(
+            index_component(d, seg_var, 0), 1, lambda s, o: ((s[0], *((0,) * (rank - 1))), o)
+        )
     total = data.shape[0]
     d.unifier.unify(total, index.shape[0])
     if rank == 2:
@@ -159,7 +193,12 @@ def _scatter(d: Detector, eqn: Any) -> Val | None:
     shape = (into.shape[0], *data.shape[1:])
     bag = (1, *((0,) * (rank - 1)))
     feature = tuple(int(k == 1) for k in range(rank))
-    return Val(shape, d.pool.seg_reduce(kind, dtype, data.expr, seg, total, bag, 0, feature, identity_of(kind, dtype)))
+    return Val(
+        shape,
+        d.pool.seg_reduce(
+            kind, dtype, data.expr, seg, total, bag, 0, feature, identity_of(kind, dtype)
+        ),
+    )
 
 
 BAG_RULES: dict[str, Rule] = {"dot_general": _dot_general, **dict.fromkeys(_SCATTER, _scatter)}

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from recom_jax import compat, ir, templates
-from recom_jax.detect import Detector, Read, Refuse, Val, dtype_name, row_major
-from recom_jax.detect_rules import Rule, convert
+from recom_jax.detect import Detector, Read, Refuse, Rule, Val, dtype_name, row_major
+from recom_jax.detect_rules import convert
 from recom_jax.detect_search import gather_of_unique
 from recom_jax.shape_solver.dims import DimLike
 
@@ -57,8 +57,11 @@ def _rows_expr(d: Detector, table_expr: ir.Expr, take: ir.Expr) -> ir.Expr:
         if isinstance(e, ir.Op) and e.name == "convert":
             return convert(d, rebuild(e.args[0]), e.dtype)
         if isinstance(e, ir.Op):
-            if ir.is_float(e.dtype) and e.name in ("add", "sub", "div") and len(ir.Op.__mro__) and any(
-                    a.arith for a in e.args):
+            if (
+                ir.is_float(e.dtype)
+                and e.name in ("add", "sub", "div")
+                and any(a.arith for a in e.args)
+            ):
                 raise Refuse("a table computed by a chain of float arithmetic")
             return d.pool.op(e.name, e.dtype, *map(rebuild, e.args), exact=e.exact, arith=e.arith)
         return e
@@ -66,12 +69,37 @@ def _rows_expr(d: Detector, table_expr: ir.Expr, take: ir.Expr) -> ir.Expr:
     return rebuild(table_expr)
 
 
-def make_take(d: Detector, eqn: Any, table: Any, table_expr: ir.Expr, idx: ir.Expr, *, rows: int, width: int,
-               base: int, cols: ir.Strides, shift: ir.Strides, mode: str, fill: Any, one_hot: bool = False) -> ir.Expr:
+def make_take(
+    d: Detector,
+    eqn: Any,
+    table: Any,
+    table_expr: ir.Expr,
+    idx: ir.Expr,
+    *,
+    rows: int,
+    width: int,
+    base: int,
+    cols: ir.Strides,
+    shift: ir.Strides,
+    mode: str,
+    fill: Any,
+    one_hot: bool = False,
+) -> ir.Expr:
     for axis in d.val(table).shape:
         d.unifier.pin(axis)
-    take = d.pool.take(table, dtype_name(table.aval), idx=idx, rows=rows, row_stride=width, base=base, cols=cols,
-                       row_shift=shift, mode=mode, fill=fill, one_hot=one_hot)
+    take = d.pool.take(
+        table,
+        dtype_name(table.aval),
+        idx=idx,
+        rows=rows,
+        row_stride=width,
+        base=base,
+        cols=cols,
+        row_shift=shift,
+        mode=mode,
+        fill=fill,
+        one_hot=one_hot,
+    )
     if one_hot:
         d.note(take, "one-hot-to-lookup")
     d.pool.origins.setdefault(id(take), set()).add(len(d.reads))
@@ -91,8 +119,9 @@ def exact_index(d: Detector, atom: Any) -> Val:
     return v
 
 
-def index_component(d: Detector, indices: Val, k: int, rank: int | None = None,
-                     axes: Sequence[int] | None = None) -> ir.Expr:
+def index_component(
+    d: Detector, indices: Val, k: int, rank: int | None = None, axes: Sequence[int] | None = None
+) -> ir.Expr:
     """Component k of start indices [..., n] as an expression over `rank` axes, its own leading ones at `axes`."""
     own = len(indices.shape) - 1
     size, places = (own, range(own)) if rank is None or axes is None else (rank, axes)
@@ -106,11 +135,19 @@ def index_component(d: Detector, indices: Val, k: int, rank: int | None = None,
     if indices.expr is None:
         value = d.unifier.value
         for p in indices.parts:
-            if value(p.offset) == k and all(value(n) == value(m) for n, m in zip(p.shape[:-1], indices.shape[:-1],
-                                                                                 strict=True)) and p.shape[-1] == 1:
+            if (
+                value(p.offset) == k
+                and all(
+                    value(n) == value(m)
+                    for n, m in zip(p.shape[:-1], indices.shape[:-1], strict=True)
+                )
+                and p.shape[-1] == 1
+            ):
                 return d.pool.remap(p.expr, own + 1, lambda s, o: (place(s[:own]), o))
         raise Refuse("start indices put together in an unusual way")
-    return d.pool.remap(indices.expr, own + 1, lambda s, o: (place(s[:own]), o + s[own] * k if k else o))
+    return d.pool.remap(
+        indices.expr, own + 1, lambda s, o: (place(s[:own]), o + s[own] * k if k else o)
+    )
 
 
 def _gather(d: Detector, eqn: Any) -> Val | None:
@@ -124,7 +161,12 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
     shape_t = operand.aval.shape
     batch = tuple(getattr(dims, "operand_batching_dims", ()))
     start_batch = tuple(getattr(dims, "start_indices_batching_dims", ()))
-    every = len(shape_t) == 3 and not batch and sizes[0] == shape_t[0] and 0 not in dims.collapsed_slice_dims
+    every = (
+        len(shape_t) == 3
+        and not batch
+        and sizes[0] == shape_t[0]
+        and 0 not in dims.collapsed_slice_dims
+    )
     if len(shape_t) == 3 and batch != (0,) and not every:
         raise Refuse("a rank-3 table that is not read along a batch of tables")
     row_axis = len(shape_t) - 2
@@ -154,7 +196,9 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
 
     # Offset axes are the operand's axes that are neither collapsed nor batched, in order.
     gone = set(dims.collapsed_slice_dims) | set(batch)
-    offset_of = dict(zip([k for k in range(len(shape_t)) if k not in gone], dims.offset_dims, strict=True))
+    offset_of = dict(
+        zip([k for k in range(len(shape_t)) if k not in gone], dims.offset_dims, strict=True)
+    )
     if row_axis + 1 not in offset_of:
         if sizes[-1] != 1:
             raise Refuse("a gather without an embedding axis")
@@ -173,15 +217,38 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
     mode = str(p["mode"]).rsplit(".", 1)[-1].lower()
     if "fill" in mode:
         mode, fill = "fill", _fill_value(p["fill_value"], operand.aval.dtype)
+        idx = _narrowed(d, idx, shape_t)
     elif "clip" in mode or "promise" in mode:
         mode, fill = "clip", 0  # XLA clamps what was promised and is not so
     else:
         raise Refuse(f"gather mode {mode}")
     if not isinstance(table_expr, ir.Load) and mode == "fill":
         fill = _unconverted_fill(fill, table_expr)
-    expr = make_take(d, eqn, table, table_expr, idx, rows=int(shape_t[row_axis]), width=int(shape_t[-1]), base=base,
-                      cols=cols, shift=shift, mode=mode, fill=fill)
+    expr = make_take(
+        d,
+        eqn,
+        table,
+        table_expr,
+        idx,
+        rows=int(shape_t[row_axis]),
+        width=int(shape_t[-1]),
+        base=base,
+        cols=cols,
+        shift=shift,
+        mode=mode,
+        fill=fill,
+    )
     return Val(tuple(shape), expr)
+
+
+def _narrowed(d: Detector, idx: ir.Expr, shape: Sequence[int]) -> ir.Expr:
+    """The ids whose bounds a filling gather checks: JAX casts them first, so 2^32 + 1 reads row 1.
+
+    To int32, wherever every axis of the table fits one (`jax._src.lax.slicing._gather_fill`). A clipping gather
+    compares ids as they are.
+    """
+    narrow = idx.dtype in ("int64", "uint64") and max(shape) < 2**31
+    return convert(d, idx, "int32") if narrow else idx
 
 
 def _fill_value(value: Any, dtype: Any) -> Any:
@@ -199,10 +266,17 @@ def _fill_value(value: Any, dtype: Any) -> Any:
 
 def _unconverted_fill(fill: Any, table_expr: ir.Expr) -> Any:
     """A fill value in the table's own dtype that the table's arithmetic turns into `fill`, if it is NaN or 0."""
-    only_casts = all(isinstance(x, ir.Load) or (isinstance(x, ir.Op) and x.name == "convert")
-                     for x in ir.walk(table_expr))
+    only_casts = all(
+        isinstance(x, ir.Load) or (isinstance(x, ir.Op) and x.name == "convert")
+        for x in ir.walk(table_expr)
+    )
     loads = [x for x in ir.walk(table_expr) if isinstance(x, ir.Load)]
-    if only_casts and ir.is_float(loads[0].dtype) and isinstance(fill, float) and (fill != fill or fill == 0):
+    if (
+        only_casts
+        and ir.is_float(loads[0].dtype)
+        and isinstance(fill, float)
+        and (fill != fill or fill == 0)
+    ):
         return fill
     if only_casts and fill == 0:
         return 0
@@ -219,10 +293,24 @@ def _dynamic_slice(d: Detector, eqn: Any) -> Val | None:
     sizes = tuple(int(n) for n in eqn.params["slice_sizes"])
     if sizes != (1, width):
         raise Refuse("a slice of several rows at once")
-    idx_val = exact_index(d, starts[0]) if not isinstance(starts[0], compat.Literal) else d.val(starts[0])
+    idx_val = (
+        exact_index(d, starts[0]) if not isinstance(starts[0], compat.Literal) else d.val(starts[0])
+    )
     idx = d.pool.remap(d.one(idx_val), 0, lambda s, o: ((0, 0), o))
-    expr = make_take(d, eqn, table, table_expr, idx, rows=rows, width=width, base=0, cols=(0, 1), shift=(0, 0),
-                      mode="clip", fill=0)
+    expr = make_take(
+        d,
+        eqn,
+        table,
+        table_expr,
+        idx,
+        rows=rows,
+        width=width,
+        base=0,
+        cols=(0, 1),
+        shift=(0, 0),
+        mode="clip",
+        fill=0,
+    )
     return Val((1, width), expr)
 
 
@@ -234,8 +322,12 @@ def refused_read(d: Detector, eqn: Any, reason: str | None) -> None:
     if eqn.primitive.name in ("gather", "dynamic_slice"):
         found = base_table(d, eqn.invars[0])
         if found is not None:
-            d.reads.append(Read(found[0], eqn, None, reason or "this form of read is not understood"))
-        elif len(getattr(eqn.invars[0].aval, "shape", ())) == 1 and id(eqn.invars[0]) in d.arguments:
+            d.reads.append(
+                Read(found[0], eqn, None, reason or "this form of read is not understood")
+            )
+        elif (
+            len(getattr(eqn.invars[0].aval, "shape", ())) == 1 and id(eqn.invars[0]) in d.arguments
+        ):
             return  # a read of single numbers is no embedding column
     elif reason is not None and eqn.primitive.name == "dot_general":
         found = base_table(d, eqn.invars[1])
@@ -251,13 +343,20 @@ def _inner_reads(d: Detector, eqn: Any) -> list[tuple[str, Any, Any]]:
     if eqn.primitive.name in ("jit", "pjit") and templates.recognise(eqn) is not None:
         return []
     found = []
-    tables = [v for v in eqn.invars if not isinstance(v, compat.Literal) and base_table(d, v) is not None]
+    tables = [
+        v for v in eqn.invars if not isinstance(v, compat.Literal) and base_table(d, v) is not None
+    ]
     if tables:
+
         def look(jaxpr: Any) -> None:
             for e in jaxpr.eqns:
                 if e.primitive.name in ("gather", "dynamic_slice"):
                     aval = e.invars[0].aval
-                    same = [t for t in tables if t.aval.shape == aval.shape and t.aval.dtype == aval.dtype]
+                    same = [
+                        t
+                        for t in tables
+                        if t.aval.shape == aval.shape and t.aval.dtype == aval.dtype
+                    ]
                     if same:
                         found.append((eqn.primitive.name, e, same[0]))
                 for sub in compat.sub_jaxprs(e):
@@ -269,5 +368,6 @@ def _inner_reads(d: Detector, eqn: Any) -> list[tuple[str, Any, Any]]:
 
 
 TABLE_RULES: dict[str, Rule] = {
-    "gather": _gather, "dynamic_slice": _dynamic_slice,
+    "gather": _gather,
+    "dynamic_slice": _dynamic_slice,
 }

@@ -6,69 +6,23 @@ value depends on the embedding axis. 16-bit floats are held as float32 (a load w
 
 from __future__ import annotations
 
-import dataclasses
-import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from recom_jax import ir
+from recom_jax.emit_code import BINARY, UNARY, Code, Space, held
 from recom_jax.errors import EncodeError
-from recom_jax.program import DIM, IMM, OPERAND, RESULT, ClassDef, Instr, Reg
+from recom_jax.program import OPERAND, RESULT, ClassDef, Instr
 from recom_jax.shape_solver.dims import DimLike
 
 if TYPE_CHECKING:
     from recom_jax.schedule import Piece
 
-UNARY = frozenset("neg abs sign not floor ceil round_even round_away sqrt is_finite popcnt clz".split())
-BINARY = frozenset("add sub mul div rem max min and or xor shl shr_l shr_a eq ne lt le gt ge".split())
 KINDS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Space:
-    """An index space code runs in: which axes LOAD strides follow, which axis is the embedding, inner axes."""
-
-    name: str
-    rank: int
-    axes: tuple[int, ...]
-    feature: int | None
-    inner: frozenset[int]
-    body: list[Instr]
-
-
-class Emitter:
-    def __init__(self, pool: ir.Pool, resolve: Callable[[DimLike], DimLike], operand: Callable[[Any], int],
-                 outputs: Sequence[Any]) -> None:
-        self.pool, self.resolve, self.operand, self.outputs = pool, resolve, operand, outputs
-        self.slots: list[tuple[str, Any]] = []
-        self.regs: list[Reg] = []
-        self.memo: dict[Any, int] = {}
-        self.deps: dict[int, frozenset[int]] = {}
-        self.code: list[Instr] = []
-        self.bodies: list[list[Instr]] = []  # kept: `memo` names them by id
-        self.width = -1
-
-    # ---- slots and registers ------------------------------------------------------------------------------
-
-    def slot(self, kind: str, value: Any) -> int:
-        self.slots.append((kind, value))
-        return len(self.slots) - 1
-
-    def size(self, d: DimLike) -> int:
-        d = self.resolve(d)
-        return self.slot(IMM, d) if isinstance(d, int) else self.slot(DIM, d)
-
-    def imm(self, dtype: str, value: Any) -> int:
-        return self.slot(IMM, bits_of(dtype, value))
-
-    def reg(self, space: Space, dtype: str, row: bool) -> int:
-        self.regs.append(Reg(space.name, dtype, self.width if row else -1))
-        return len(self.regs) - 1
-
-    def put(self, space: Space, op: str, *args: Any, body: Sequence[Instr] = ()) -> None:
-        space.body.append(Instr(op, args, tuple(body)))
+class Emitter(Code):
+    """Writes the code of columns, one class and its slot values each."""
 
     # ---- a column -----------------------------------------------------------------------------------------
 
@@ -80,18 +34,32 @@ class Emitter:
         widths: dict[DimLike, int] = {}
         for p in pieces:
             n, has_width = len(outer), p.width is not None
-            bags = Space("bag", n + has_width, tuple(range(n)), n if has_width else None, frozenset(), self.code)
+            bags = Space(
+                "bag",
+                n + has_width,
+                tuple(range(n)),
+                n if has_width else None,
+                frozenset(),
+                self.code,
+            )
             if p.width is not None:
                 width = self.resolve(p.width)
                 if width not in widths:
                     widths[width] = self.size(width)
                 self.width = widths[width]
             self.store(bags, p)
-        return ClassDef(tuple(k for k, _ in self.slots), tuple(self.regs), sizes, tuple(self.code)), self.slots
+        return ClassDef(
+            tuple(k for k, _ in self.slots), tuple(self.regs), sizes, tuple(self.code)
+        ), self.slots
 
     def store(self, bags: Space, p: Piece) -> None:
         expr, target = p.expr, str(self.outputs[p.result].var.aval.dtype)
-        if ir.is_16bit(target) and isinstance(expr, ir.Op) and expr.name == "convert" and expr.args[0].dtype == "float32":
+        if (
+            ir.is_16bit(target)
+            and isinstance(expr, ir.Op)
+            and expr.name == "convert"
+            and expr.args[0].dtype == "float32"
+        ):
             expr = expr.args[0]  # the store rounds
         src = self.emit(expr, bags)
         if p.width is not None and self.regs[src].width < 0:
@@ -101,7 +69,9 @@ class Emitter:
         step = self.size(p.feature_stride)
         offset = self.size(p.offset)
         strides = [self.size(s) for s in p.strides]
-        self.put(bags, "STORE", src, self.slot(RESULT, p.result), offset, len(strides), *strides, step)
+        self.put(
+            bags, "STORE", src, self.slot(RESULT, p.result), offset, len(strides), *strides, step
+        )
 
     # ---- expressions --------------------------------------------------------------------------------------
 
@@ -127,7 +97,14 @@ class Emitter:
             if self._row(e, s):
                 raise EncodeError("an iota along the embedding axis")
             dst = self.reg(s, e.dtype, False)
-            self.put(s, "AFFINE", dst, self.size(e.offset), len(s.axes), *(self.size(e.strides[k]) for k in s.axes))
+            self.put(
+                s,
+                "AFFINE",
+                dst,
+                self.size(e.offset),
+                len(s.axes),
+                *(self.size(e.strides[k]) for k in s.axes),
+            )
             return dst
         if isinstance(e, ir.Op):
             return self._op(e, s)
@@ -155,11 +132,6 @@ class Emitter:
         self.put(s, "EXPAND", dst, src)
         return dst
 
-    def constant(self, s: Space, dtype: str, value: Any) -> int:
-        dst = self.reg(s, dtype, False)
-        self.put(s, "CONST", dst, self.imm(dtype, value))
-        return dst
-
     def _widen(self, s: Space, src: int) -> int:
         if not ir.is_16bit(self.regs[src].dtype):
             return src
@@ -172,7 +144,15 @@ class Emitter:
         dst = self.reg(s, e.dtype, row)
         axes = [*s.axes, s.feature] if row else list(s.axes)
         strides = [self.size(e.strides[k]) for k in axes if k is not None]
-        self.put(s, "LOAD", dst, self.slot(OPERAND, self.operand(e.var)), self.size(e.offset), len(strides), *strides)
+        self.put(
+            s,
+            "LOAD",
+            dst,
+            self.slot(OPERAND, self.operand(e.var)),
+            self.size(e.offset),
+            len(strides),
+            *strides,
+        )
         return self._widen(s, dst)
 
     def _op(self, e: ir.Op, s: Space) -> int:
@@ -217,8 +197,17 @@ class Emitter:
             start, step = (self.imm(e.x.dtype, v) for v in e.grid)
             self.put(s, "SEARCH_UNIFORM", side, dst, x, start, step, self.size(e.count))
         else:
-            self.put(s, "SEARCH", e.mode.upper(), side, dst, x, self.slot(OPERAND, self.operand(e.var)),
-                     self.size(e.offset), self.size(e.count))
+            self.put(
+                s,
+                "SEARCH",
+                e.mode.upper(),
+                side,
+                dst,
+                x,
+                self.slot(OPERAND, self.operand(e.var)),
+                self.size(e.offset),
+                self.size(e.count),
+            )
         return dst
 
     # ---- lookups and bags ---------------------------------------------------------------------------------
@@ -239,20 +228,40 @@ class Emitter:
         idx = self.reg(s, "int64", False)
         self.put(s, "INDEX", t.mode.upper(), idx, src, self.size(t.rows))
         if any(x != 0 for x in t.row_shift):
+            if t.one_hot:  # its id outside the table says where the table ends, not which table
+                raise EncodeError("a one-hot product with one of several stacked tables")
             idx = self._shift_rows(t, s, idx)
         self.memo[key] = idx
         return idx
 
     def _shift_rows(self, t: ir.Take, s: Space, idx: int) -> int:
-        shift, total, out, bad = (self.reg(s, d, False) for d in ("int64", "int64", "int64", "bool"))
-        self.put(s, "AFFINE", shift, self.size(0), len(s.axes), *(self.size(t.row_shift[k]) for k in s.axes))
+        shift, total, out, bad = (
+            self.reg(s, d, False) for d in ("int64", "int64", "int64", "bool")
+        )
+        self.put(
+            s,
+            "AFFINE",
+            shift,
+            self.size(0),
+            len(s.axes),
+            *(self.size(t.row_shift[k]) for k in s.axes),
+        )
         self.put(s, "BINARY", "add", total, idx, shift)
         self.put(s, "BINARY", "lt", bad, idx, self.constant(s, "int64", 0))
         self.put(s, "SELECT", out, bad, total, idx)
         return out
 
-    def _lookup(self, s: Space, op: str, dst: int, t: ir.Take, weight: ir.Expr | None, mask: ir.Expr | None,
-                kind: str = "", init: Any = 0) -> None:
+    def _lookup(
+        self,
+        s: Space,
+        op: str,
+        dst: int,
+        t: ir.Take,
+        weight: ir.Expr | None,
+        mask: ir.Expr | None,
+        kind: str = "",
+        init: Any = 0,
+    ) -> None:
         if s.feature is None or any(v != int(k == s.feature) for k, v in enumerate(t.cols)):
             raise EncodeError("table rows do not lie along the embedding axis")
         if t.one_hot and weight is not None:
@@ -267,15 +276,32 @@ class Emitter:
                 self.memo[key] = picked
             idx = self.memo[key]
         flags = int(t.one_hot)
-        where = (self.slot(OPERAND, self.operand(t.table)), self.size(t.base), self.size(t.row_stride))
+        where = (
+            self.slot(OPERAND, self.operand(t.table)),
+            self.size(t.base),
+            self.size(t.row_stride),
+        )
         dtype = self.regs[dst].dtype
         if op == "TAKE":
             self.put(s, "TAKE", flags, dst, idx, *where, self.imm(dtype, t.fill))
         else:
             w = -1 if weight is None else self.emit(weight, s)
-            self.put(s, "POOL", flags, KINDS[kind], dst, idx, w, *where, self.imm(dtype, t.fill), self.imm(dtype, init))
+            self.put(
+                s,
+                "POOL",
+                flags,
+                KINDS[kind],
+                dst,
+                idx,
+                w,
+                *where,
+                self.imm(dtype, t.fill),
+                self.imm(dtype, init),
+            )
 
-    def _pool(self, body: ir.Expr, kind: str, s: Space) -> tuple[ir.Take, ir.Expr | None, ir.Expr | None] | None:
+    def _pool(
+        self, body: ir.Expr, kind: str, s: Space
+    ) -> tuple[ir.Take, ir.Expr | None, ir.Expr | None] | None:
         """`body` as a lookup, times at most one weight, under at most one mask; None otherwise."""
         mask = weight = None
         if kind == "sum" and isinstance(body, ir.Op) and body.name == "select":
@@ -287,9 +313,16 @@ class Emitter:
                 if a.takes and not b.takes and not self._row(b, s):
                     body, weight = a, b
                     break
-        if isinstance(body, ir.Op) and body.name == "convert" and body.dtype == "float32" and ir.is_16bit(body.args[0].dtype):
+        if (
+            isinstance(body, ir.Op)
+            and body.name == "convert"
+            and body.dtype == "float32"
+            and ir.is_16bit(body.args[0].dtype)
+        ):
             body = body.args[0]
-        if not isinstance(body, ir.Take) or (body.one_hot and (weight is not None or mask is not None)):
+        if not isinstance(body, ir.Take) or (
+            body.one_hot and (weight is not None or mask is not None)
+        ):
             return None
         return body, weight, mask
 
@@ -316,8 +349,15 @@ class Emitter:
                 return
             seen.add(id(x))
             if isinstance(x, (ir.Reduce, ir.SegReduce)):
-                if x is not e and same(x) and not any(
-                        isinstance(y, (ir.Reduce, ir.SegReduce)) for c in x.children for y in ir.walk(c)):
+                if (
+                    x is not e
+                    and same(x)
+                    and not any(
+                        isinstance(y, (ir.Reduce, ir.SegReduce))
+                        for c in x.children
+                        for y in ir.walk(c)
+                    )
+                ):
                     found.append(x)
                 return
             for c in x.children:
@@ -343,13 +383,22 @@ class Emitter:
         sizes = [self.size(d) for d in e.sizes]
         key = tuple(self.resolve(d) for d in e.sizes)
         nested = any(isinstance(y, (ir.Reduce, ir.SegReduce)) for y in ir.walk(e.arg))
-        group = [e] if nested else self._siblings(
-            e, lambda x: isinstance(x, ir.Reduce) and tuple(self.resolve(d) for d in x.sizes) == key)
+        group = (
+            [e]
+            if nested
+            else self._siblings(
+                e,
+                lambda x: (
+                    isinstance(x, ir.Reduce) and tuple(self.resolve(d) for d in x.sizes) == key
+                ),
+            )
+        )
         for x in group:
             if self._done(x, s) or (x is not e and self._other_width(x)):
                 continue
-            self.memo[(id(x), s.name, id(s.body), self.width if self._row(x, s) else -1)] = self._combine(
-                x, x.arg, space, s)
+            self.memo[(id(x), s.name, id(s.body), self.width if self._row(x, s) else -1)] = (
+                self._combine(x, x.arg, space, s)
+            )
         assert n == len(s.axes)
         s.body.append(Instr("REGION", (len(sizes), *sizes), tuple(body)))
 
@@ -368,17 +417,27 @@ class Emitter:
         space = Space("pos", rank, (0,), 1 if rank == 2 else None, frozenset(), body)
         total = self.size(e.total)
         seg_expr, key = e.seg, self.resolve(e.total)
-        group = self._siblings(e, lambda x: isinstance(x, ir.SegReduce) and self._same_seg(x, e) and self.resolve(
-            x.total) == key and x.bag_offset == 0 and all(self.resolve(v) == int(k == 0) for k, v in enumerate(x.bag)))
+        group = self._siblings(
+            e,
+            lambda x: (
+                isinstance(x, ir.SegReduce)
+                and self._same_seg(x, e)
+                and self.resolve(x.total) == key
+                and x.bag_offset == 0
+                and all(self.resolve(v) == int(k == 0) for k, v in enumerate(x.bag))
+            ),
+        )
         seg = self.emit(self._as_rank(seg_expr, rank), space)
         for x in group:
             if self._done(x, s) or (x is not e and self._other_width(x)):
                 continue
-            if any(v != 0 for v in x.feature) and any(self.resolve(v) != int(k == s.feature)
-                                                      for k, v in enumerate(x.feature)):
+            if any(v != 0 for v in x.feature) and any(
+                self.resolve(v) != int(k == s.feature) for k, v in enumerate(x.feature)
+            ):
                 raise EncodeError("a jagged bag whose rows do not lie along the embedding axis")
-            self.memo[(id(x), s.name, id(s.body), self.width if self._row(x, s) else -1)] = self._combine(
-                x, self._as_rank(x.data, rank), space, s)
+            self.memo[(id(x), s.name, id(s.body), self.width if self._row(x, s) else -1)] = (
+                self._combine(x, self._as_rank(x.data, rank), space, s)
+            )
         s.body.append(Instr("JREGION", (total, seg), tuple(body)))
 
     def _same_seg(self, x: ir.SegReduce, e: ir.SegReduce) -> bool:
@@ -394,17 +453,3 @@ class Emitter:
         if 1 in ir.depends(e, self.deps):
             raise EncodeError("a jagged bag of rows where numbers are needed")
         return self.pool.remap(e, 2, lambda s, o: ((s[0],), o))
-
-
-def held(dtype: str) -> str:
-    """The dtype a register holds values of `dtype` in."""
-    return "float32" if ir.is_16bit(dtype) else dtype
-
-
-def bits_of(dtype: str, value: Any) -> int:
-    """The value's bits in the low bytes of a signed 64-bit word."""
-    if dtype == "bfloat16":
-        return struct.unpack("<I", struct.pack("<f", float(value)))[0] >> 16
-    with np.errstate(all="ignore"):
-        raw = np.asarray(value).astype(dtype).tobytes()
-    return int.from_bytes(raw.ljust(8, b"\0"), "little", signed=True)

@@ -105,7 +105,9 @@ def trace_error(exc: Exception, where: str, base: type[RecomError] | None = None
     except Exception:
         exc.add_note(text)
         return exc
-    if frames is not None:  # the user's frames come last, next to the message; JAX's and ours are left out
+    if (
+        frames is not None
+    ):  # the user's frames come last, next to the message; JAX's and ours are left out
         made.__traceback__ = exc.__traceback__ = frames
     return made
 
@@ -133,7 +135,9 @@ def user_line(exc: BaseException) -> str:
     for step in _user_steps(exc):
         code = step.tb_frame.f_code
         source = linecache.getline(code.co_filename, step.tb_lineno).strip()
-        found = f"{code.co_filename}:{step.tb_lineno}, in {code.co_name}" + (source and f": {source}")
+        found = f"{code.co_filename}:{step.tb_lineno}, in {code.co_name}" + (
+            source and f": {source}"
+        )
     return found
 
 

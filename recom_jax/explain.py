@@ -86,8 +86,10 @@ class Report:
         """The table. Equal neighbours share a line; `limit` bounds the lines (None: all columns, one a line)."""
         calls = f"{self.num_custom_calls} custom call{'' if self.num_custom_calls == 1 else 's'}"
         classes = sum(map(len, self.classes))
-        head = (f"{self.function}: {self.num_fused} of {self.num_columns} embedding columns fused into {calls} "
-                f"({classes} classes of code)")
+        head = (
+            f"{self.function}: {self.num_fused} of {self.num_columns} embedding columns fused into {calls} "
+            f"({classes} classes of code)"
+        )
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("column", "status", "combiner", "rows x dim", "rewrites", "source", "reason"):
             table.add_column(name, overflow="fold")
@@ -96,21 +98,34 @@ class Report:
         shown = groups if limit is None else [g for g in groups if g[0].status != "fused"][:limit]
         if limit is not None:
             room = max(limit - len(shown), 0)
-            keep = {id(g) for g in shown} | {id(g) for g in [g for g in groups if g[0].status == "fused"][:room]}
+            keep = {id(g) for g in shown} | {
+                id(g) for g in [g for g in groups if g[0].status == "fused"][:room]
+            }
             shown = [g for g in groups if id(g) in keep]
         for g in shown:
             c = g[0]
             name = c.name if len(g) == 1 else f"{c.name} .. {g[-1].name} ({len(g)})"
-            table.add_row(name, c.status, c.combiner, f"{c.rows:,} x {c.dim} {c.dtype}", ", ".join(c.rewrites) or "-",
-                          c.source.rsplit("/", 1)[-1], c.reason or "-")
+            table.add_row(
+                name,
+                c.status,
+                c.combiner,
+                f"{c.rows:,} x {c.dim} {c.dtype}",
+                ", ".join(c.rewrites) or "-",
+                c.source.rsplit("/", 1)[-1],
+                c.reason or "-",
+            )
         out = io.StringIO()
         Console(file=out, width=160, color_system=None).print(table)
         lines = [head, "\n".join(line.rstrip() for line in out.getvalue().splitlines())]
         hidden = len(groups) - len(shown)
         if hidden:
-            lines.append(f"... and {hidden} more lines: report.to_text(limit=None) prints every column")
+            lines.append(
+                f"... and {hidden} more lines: report.to_text(limit=None) prints every column"
+            )
         if not self.columns:
-            lines.append("No table is read along its rows: nothing to fuse, the function runs as plain JAX.")
+            lines.append(
+                "No table is read along its rows: nothing to fuse, the function runs as plain JAX."
+            )
         return "\n".join(lines)
 
 
@@ -119,7 +134,8 @@ def _runs(columns: tuple[ColumnReport, ...]) -> list[list[ColumnReport]]:
     for c in columns:
         same = groups and all(
             getattr(groups[-1][0], f) == getattr(c, f)
-            for f in ("status", "reason", "combiner", "dim", "rows", "dtype", "rewrites", "source"))
+            for f in ("status", "reason", "combiner", "dim", "rows", "dtype", "rewrites", "source")
+        )
         if same:
             groups[-1].append(c)
         else:
@@ -141,9 +157,14 @@ def report_of(compiled: Compiled, function: str) -> Report:
             for take in ir.walk(e):
                 for k in compiled.detected.pool.origins.get(id(take), ()):
                     reached[k] += found[id(take)] or ["none"]
-                    rewrites[k] += [n for x in ir.walk(take) for n in compiled.detected.pool.notes.get(id(x), ())]
+                    rewrites[k] += [
+                        n
+                        for x in ir.walk(take)
+                        for n in compiled.detected.pool.notes.get(id(x), ())
+                    ]
                     rewrites[k] += compiled.simplified.applied.get(id(take), ())
-    ids = _ids(compiled, names)
+    with ir.numbered():
+        ids = _ids(compiled, names)
     total = collections.Counter(id(r.table) for r in compiled.reads)
     seen: collections.Counter[int] = collections.Counter()
     columns = []
@@ -154,13 +175,28 @@ def report_of(compiled: Compiled, function: str) -> Report:
         fused = k in reached
         reason = r.reason or ("" if fused else "its result is not used")
         shape = r.table.aval.shape
-        columns.append(ColumnReport(
-            name, table, "fused" if fused else "xla", reason, compat.source_line(r.eqn),
-            reached[k][0] if fused else "-", int(shape[-1]), int(shape[-2]), str(r.table.aval.dtype),
-            tuple(dict.fromkeys(rewrites[k])),
-            ids.get(k, "")))
-    programs = "\n\n".join(f"call {k} (level {lv})\n{s.program}" for k, (lv, s, _) in enumerate(compiled.calls))
-    classes = tuple(tuple(collections.Counter(c.cls for c in s.program.columns).values()) for _, s, _ in compiled.calls)
+        columns.append(
+            ColumnReport(
+                name,
+                table,
+                "fused" if fused else "xla",
+                reason,
+                compat.source_line(r.eqn),
+                reached[k][0] if fused else "-",
+                int(shape[-1]),
+                int(shape[-2]),
+                str(r.table.aval.dtype),
+                tuple(dict.fromkeys(rewrites[k])),
+                ids.get(k, ""),
+            )
+        )
+    programs = "\n\n".join(
+        f"call {k} (level {lv})\n{s.program}" for k, (lv, s, _) in enumerate(compiled.calls)
+    )
+    classes = tuple(
+        tuple(collections.Counter(c.cls for c in s.program.columns).values())
+        for _, s, _ in compiled.calls
+    )
     return Report(function, tuple(columns), len(compiled.calls), programs, classes)
 
 
@@ -176,18 +212,31 @@ def _ids(compiled: Compiled, names: dict[int, str]) -> dict[int, str]:
                 if isinstance(take, ir.Take):
                     idx = take.idx
                     if id(idx) not in texts:
-                        texts[id(idx)] = re.sub(r"%[0-9a-f]{4,}", lambda m: by_mark.get(m[0], "XLA's " + m[0]), str(idx))
-                    out.update(dict.fromkeys(compiled.detected.pool.origins.get(id(take), ()), texts[id(idx)]))
+                        texts[id(idx)] = re.sub(
+                            r"%\d+", lambda m: by_mark.get(m[0], "XLA's " + m[0]), str(idx)
+                        )
+                    out.update(
+                        dict.fromkeys(
+                            compiled.detected.pool.origins.get(id(take), ()), texts[id(idx)]
+                        )
+                    )
     return out
 
 
 def _combiners(e: ir.Expr, kind: str, weighted: bool, found: dict[int, list[str]]) -> None:
     """Names, for each lookup below `e`, how its rows are combined."""
     if isinstance(e, ir.Take):
-        found[id(e)].append(("weighted " if weighted and kind in ("sum", "mean", "sqrtn") else "") + kind)
+        found[id(e)].append(
+            ("weighted " if weighted and kind in ("sum", "mean", "sqrtn") else "") + kind
+        )
         _combiners(e.idx, "none", False, found)
         return
-    if isinstance(e, ir.Op) and e.name == "div" and e.takes and isinstance(e.args[0], (ir.Reduce, ir.SegReduce)):
+    if (
+        isinstance(e, ir.Op)
+        and e.name == "div"
+        and e.takes
+        and isinstance(e.args[0], (ir.Reduce, ir.SegReduce))
+    ):
         by_root = any(isinstance(x, ir.Op) and x.name == "sqrt" for x in ir.walk(e.args[1]))
         _combiners(e.args[0], "sqrtn" if by_root else "mean", weighted, found)
         return

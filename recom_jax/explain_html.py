@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from recom_jax.explain import Report
 
-_FIELDS = ("name", "status", "combiner", "rows", "dim", "dtype", "rewrites", "source", "reason", "ids")
+_FIELDS = (
+    "name",
+    "status",
+    "combiner",
+    "rows",
+    "dim",
+    "dtype",
+    "rewrites",
+    "source",
+    "reason",
+    "ids",
+)
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem; color: #1c2330; }
@@ -51,19 +62,33 @@ def render(report: Report) -> str:
     e = html.escape
     body = []
     for c in report.columns:
-        values = [c.name, c.status, c.combiner, f"{c.rows:,}", str(c.dim), c.dtype, ", ".join(c.rewrites), c.source,
-                  c.reason, c.ids]
+        values = [
+            c.name,
+            c.status,
+            c.combiner,
+            f"{c.rows:,}",
+            str(c.dim),
+            c.dtype,
+            ", ".join(c.rewrites),
+            c.source,
+            c.reason,
+            c.ids,
+        ]
         kinds = ["", "", "", "num", "num", "", "", "code", "", "code"]
-        cells = "".join(f'<td class="{k}">{e(v)}</td>' if k else f"<td>{e(v)}</td>"
-                        for v, k in zip(values, kinds, strict=True))
+        cells = "".join(
+            f'<td class="{k}">{e(v)}</td>' if k else f"<td>{e(v)}</td>"
+            for v, k in zip(values, kinds, strict=True)
+        )
         body.append(f'<tr class="{c.status}">{cells}</tr>')
     calls = f"{report.num_custom_calls} custom call{'' if report.num_custom_calls == 1 else 's'}"
     head = "".join(f"<th>{e(f)}</th>" for f in _FIELDS)
     title = f"{report.function}: {report.num_fused} of {report.num_columns} embedding columns fused into {calls}"
     n = len(report.columns)
-    return (f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{e(title)}</title>"
-            f"<style>{_STYLE}</style></head><body><h1>{e(title)}</h1>"
-            f"<p><input type='search' placeholder='search: words anywhere in a row' aria-label='search'> "
-            f"<span id='count'>{n} of {n}</span> &middot; click a heading to sort</p>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-            f"<h2>Programs</h2><pre>{e(report.source)}</pre><script>{_SCRIPT}</script></body></html>\n")
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{e(title)}</title>"
+        f"<style>{_STYLE}</style></head><body><h1>{e(title)}</h1>"
+        f"<p><input type='search' placeholder='search: words anywhere in a row' aria-label='search'> "
+        f"<span id='count'>{n} of {n}</span> &middot; click a heading to sort</p>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+        f"<h2>Programs</h2><pre>{e(report.source)}</pre><script>{_SCRIPT}</script></body></html>\n"
+    )

@@ -38,5 +38,6 @@ def extension() -> Any:
     except ImportError as why:
         raise PlatformError(
             "the compiled part of recom_jax cannot be loaded. Install the package (`pip install .` in the "
-            f"checkout; needs a C++17 compiler). The loader says: {why}") from why
+            f"checkout; needs a C++17 compiler). The loader says: {why}"
+        ) from why
     return _recom

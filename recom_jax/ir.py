@@ -11,11 +11,15 @@ across all columns of a model. They print themselves.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from recom_jax.shape_solver.dims import DimLike
+
+E = TypeVar("E", bound="Expr")
 
 Strides = tuple[DimLike, ...]
 # (strides, offset) -> (strides, offset) in another index space; raises NotAffine.
@@ -197,8 +201,33 @@ class SegReduce(Expr):
         return f"segment_{self.kind}({self.data}, {self.seg}, n={self.total}){_view(self.bag_offset, self.bag)}"
 
 
+_NUMBERS: contextvars.ContextVar[dict[int, tuple[int, Any]] | None] = contextvars.ContextVar(
+    "recom_jax_numbers", default=None
+)
+
+
+@contextlib.contextmanager
+def numbered() -> Iterator[None]:
+    """Inside, variables print as %0, %1, ... in the order they are first printed.
+
+    Outside they print as a part of their address, which the next process, or variable, may have again.
+    """
+    token = _NUMBERS.set({})
+    try:
+        yield
+    finally:
+        _NUMBERS.reset(token)
+
+
 def name_of(var: Any) -> str:
-    return f"%{var}" if isinstance(var, (str, int)) else f"%{id(var) & 0xFFFFFFFF:08x}"
+    """A printable name of a jaxpr variable (see `numbered`)."""
+    if isinstance(var, (str, int)):
+        return f"%{var}"
+    numbers = _NUMBERS.get()
+    if numbers is None:
+        return f"%{id(var) & 0xFFFFFFFF:08x}"
+    # The variable is kept, so that its id stays its own.
+    return f"%{numbers.setdefault(id(var), (len(numbers), var))[0]}"
 
 
 def _view(offset: DimLike, strides: Strides) -> str:
@@ -218,42 +247,82 @@ class Pool:
     def note(self, e: Expr, names: tuple[str, ...]) -> None:
         self.notes[id(e)] = tuple(dict.fromkeys((*self.notes.get(id(e), ()), *names)))
 
-    def _intern(self, kind: type[Any], key: tuple[Any, ...], *fields: Any) -> Any:
+    def _intern(self, kind: type[E], key: tuple[Any, ...], *fields: Any) -> E:
         key = (kind, *key)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = kind(*fields)
-        return found
+        return cast(E, found)
 
     def load(self, var: Any, dtype: str, offset: DimLike, strides: Strides) -> Load:
-        return self._intern(Load, (id(var), offset, strides), dtype, True, False, 0, var, offset, strides)  # type: ignore[no-any-return]
+        return self._intern(
+            Load, (id(var), offset, strides), dtype, True, False, 0, var, offset, strides
+        )
 
     def affine(self, dtype: str, offset: DimLike, strides: Strides) -> Affine:
-        return self._intern(Affine, (dtype, offset, strides), dtype, True, False, 0, offset, strides)  # type: ignore[no-any-return]
+        return self._intern(
+            Affine, (dtype, offset, strides), dtype, True, False, 0, offset, strides
+        )
 
     def const(self, dtype: str, value: Any) -> Const:
-        return self._intern(Const, (dtype, type(value), repr(value)), dtype, True, False, 0, value)  # type: ignore[no-any-return]
+        return self._intern(Const, (dtype, type(value), repr(value)), dtype, True, False, 0, value)
 
     def op(self, name: str, dtype: str, *args: Expr, exact: bool = True, arith: bool = False) -> Op:
         exact = exact and all(a.exact for a in args)
         key = (name, dtype, tuple(map(id, args)), exact, arith)
-        return self._intern(Op, key, dtype, exact, arith, sum(a.takes for a in args), name, args)  # type: ignore[no-any-return]
+        return self._intern(Op, key, dtype, exact, arith, sum(a.takes for a in args), name, args)
 
-    def search(self, dtype: str, x: Expr, var: Any, offset: DimLike, count: DimLike, side: str, mode: str,
-               grid: tuple[float, float] | None = None) -> Search:
+    def search(
+        self,
+        dtype: str,
+        x: Expr,
+        var: Any,
+        offset: DimLike,
+        count: DimLike,
+        side: str,
+        mode: str,
+        grid: tuple[float, float] | None = None,
+    ) -> Search:
         key = (dtype, id(x), id(var), offset, count, side, mode, grid)
-        return self._intern(Search, key, dtype, x.exact, False, x.takes, x, var, offset, count, side, mode, grid)  # type: ignore[no-any-return]
+        return self._intern(
+            Search, key, dtype, x.exact, False, x.takes, x, var, offset, count, side, mode, grid
+        )
 
-    def take(self, table: Any, dtype: str, *, idx: Expr, rows: int, row_stride: int, base: int, cols: Strides,
-             row_shift: Strides, mode: str, fill: Any, one_hot: bool = False) -> Take:
+    def take(
+        self,
+        table: Any,
+        dtype: str,
+        *,
+        idx: Expr,
+        rows: int,
+        row_stride: int,
+        base: int,
+        cols: Strides,
+        row_shift: Strides,
+        mode: str,
+        fill: Any,
+        one_hot: bool = False,
+    ) -> Take:
         fields = (rows, row_stride, base, cols, row_shift, mode)
         key = (id(table), id(idx), *fields, repr(fill), one_hot)
-        return self._intern(Take, key, dtype, idx.exact, False, idx.takes + 1, table, idx, *fields, fill, one_hot)  # type: ignore[no-any-return]
+        return self._intern(
+            Take, key, dtype, idx.exact, False, idx.takes + 1, table, idx, *fields, fill, one_hot
+        )
 
     def retake(self, e: Take, **changes: Any) -> Take:
         """A lookup changed in some fields; it still stands for the same reads."""
-        fields = {"rows": e.rows, "row_stride": e.row_stride, "base": e.base, "cols": e.cols, "idx": e.idx,
-                  "row_shift": e.row_shift, "mode": e.mode, "fill": e.fill, "one_hot": e.one_hot, **changes}
+        fields = {
+            "rows": e.rows,
+            "row_stride": e.row_stride,
+            "base": e.base,
+            "cols": e.cols,
+            "idx": e.idx,
+            "row_shift": e.row_shift,
+            "mode": e.mode,
+            "fill": e.fill,
+            "one_hot": e.one_hot,
+            **changes,
+        }
         new = self.take(e.table, e.dtype, **fields)
         if new is not e:
             self.origins.setdefault(id(new), set()).update(self.origins.get(id(e), ()))
@@ -261,15 +330,49 @@ class Pool:
 
     def reduce(self, kind: str, arg: Expr, sizes: tuple[DimLike, ...], init: Any) -> Reduce:
         exact = arg.exact and (kind != "sum" or not is_float(arg.dtype))
-        return self._intern(Reduce, (kind, id(arg), sizes, repr(init)), arg.dtype, exact, False, arg.takes, kind,  # type: ignore[no-any-return]
-                            arg, sizes, init)
+        return self._intern(
+            Reduce,
+            (kind, id(arg), sizes, repr(init)),
+            arg.dtype,
+            exact,
+            False,
+            arg.takes,
+            kind,
+            arg,
+            sizes,
+            init,
+        )
 
-    def seg_reduce(self, kind: str, dtype: str, data: Expr, seg: Expr, total: DimLike, bag: Strides,
-                   bag_offset: DimLike, feature: Strides, init: Any) -> SegReduce:
+    def seg_reduce(
+        self,
+        kind: str,
+        dtype: str,
+        data: Expr,
+        seg: Expr,
+        total: DimLike,
+        bag: Strides,
+        bag_offset: DimLike,
+        feature: Strides,
+        init: Any,
+    ) -> SegReduce:
         exact = data.exact and seg.exact and (kind != "sum" or not is_float(dtype))
         key = (kind, dtype, id(data), id(seg), total, bag, bag_offset, feature, repr(init))
-        return self._intern(SegReduce, key, dtype, exact, False, data.takes + seg.takes, kind, data, seg, total,  # type: ignore[no-any-return]
-                            bag, bag_offset, feature, init)
+        return self._intern(
+            SegReduce,
+            key,
+            dtype,
+            exact,
+            False,
+            data.takes + seg.takes,
+            kind,
+            data,
+            seg,
+            total,
+            bag,
+            bag_offset,
+            feature,
+            init,
+        )
 
     def with_children(self, e: Expr, new: Sequence[Expr]) -> Expr:
         """`e` with other children; flags are recomputed."""
@@ -284,9 +387,13 @@ class Pool:
         if isinstance(e, Reduce):
             return self.reduce(e.kind, new[0], e.sizes, e.init)
         assert isinstance(e, SegReduce)
-        return self.seg_reduce(e.kind, e.dtype, new[0], new[1], e.total, e.bag, e.bag_offset, e.feature, e.init)
+        return self.seg_reduce(
+            e.kind, e.dtype, new[0], new[1], e.total, e.bag, e.bag_offset, e.feature, e.init
+        )
 
-    def remap(self, e: Expr, rank: int, f: Remap, memo: dict[tuple[int, int], Expr] | None = None) -> Expr:
+    def remap(
+        self, e: Expr, rank: int, f: Remap, memo: dict[tuple[int, int], Expr] | None = None
+    ) -> Expr:
         """`e` in another index space: `f` rewrites the first `rank` strides of every view inside.
 
         Axes behind `rank` (those a surrounding `Reduce` runs over) stay, last.
@@ -301,22 +408,32 @@ class Pool:
         elif isinstance(e, (Load, Affine)):
             strides, offset = f(e.strides[:rank], e.offset)
             strides = (*strides, *e.strides[rank:])
-            new = (self.load(e.var, e.dtype, offset, strides) if isinstance(e, Load)
-                   else self.affine(e.dtype, offset, strides))
+            new = (
+                self.load(e.var, e.dtype, offset, strides)
+                if isinstance(e, Load)
+                else self.affine(e.dtype, offset, strides)
+            )
         elif isinstance(e, Take):
             idx = self.remap(e.idx, rank, f, memo)
             cols, base = f(e.cols[:rank], e.base)
             shift, extra = f(e.row_shift[:rank], 0)
             if not isinstance(base, int) or extra != 0:
                 raise NotAffine("a slice of a table's columns at a symbolic offset")
-            new = self.retake(e, idx=idx, base=base, cols=(*cols, *e.cols[rank:]),
-                              row_shift=(*shift, *e.row_shift[rank:]))
+            new = self.retake(
+                e,
+                idx=idx,
+                base=base,
+                cols=(*cols, *e.cols[rank:]),
+                row_shift=(*shift, *e.row_shift[rank:]),
+            )
         elif isinstance(e, SegReduce):
             bag, bag_offset = f(e.bag, e.bag_offset)
             feature, extra = f(e.feature, 0)
             if extra != 0:
                 raise NotAffine("a slice of a jagged bag's features")
-            new = self.seg_reduce(e.kind, e.dtype, e.data, e.seg, e.total, bag, bag_offset, feature, e.init)
+            new = self.seg_reduce(
+                e.kind, e.dtype, e.data, e.seg, e.total, bag, bag_offset, feature, e.init
+            )
         else:
             new = self.with_children(e, [self.remap(c, rank, f, memo) for c in e.children])
         if id(e) in self.notes and new is not e:
@@ -361,7 +478,11 @@ def depends(e: Expr, memo: dict[int, frozenset[int]]) -> frozenset[int]:
         rank = rank_of(e.arg)
         found = frozenset(k for k in inner if rank is None or k < rank - len(e.sizes))
     else:
-        found = frozenset().union(*(depends(c, memo) for c in e.children)) if e.children else frozenset()
+        found = (
+            frozenset().union(*(depends(c, memo) for c in e.children))
+            if e.children
+            else frozenset()
+        )
     memo[id(e)] = found
     return found
 

@@ -68,21 +68,31 @@ def _lower_fallback(ctx: Any, *operands: Any, call: FusedCall) -> Any:
 
 def _lower_cpu(ctx: Any, *operands: Any, call: FusedCall) -> Any:
     if compat.module_devices(ctx) > 1:
-        warn_once("recom_jax: a module over several devices outside shard_map runs its embedding columns unfused; "
-                  "wrap the model in jax.shard_map over the batch to fuse them")
+        warn_once(
+            "recom_jax: a module over several devices outside shard_map runs its embedding columns unfused; "
+            "wrap the model in jax.shard_map over the batch to fuse them"
+        )
         return _lower_fallback(ctx, *operands, call=call)
     rule = jax.ffi.ffi_lowering(ffi.FUSED)
-    return rule(ctx.replace(avals_in=ctx.avals_in[:call.n_physical]), *operands[:call.n_physical],
-                program=call.encoded.words, hash=call.encoded.digest,
-                binding=np.array(call.binding, np.int64))
+    return rule(
+        ctx.replace(avals_in=ctx.avals_in[: call.n_physical]),
+        *operands[: call.n_physical],
+        program=call.encoded.words,
+        hash=call.encoded.digest,
+        binding=np.array(call.binding, np.int64),
+    )
 
 
 def _lower_default(ctx: Any, *operands: Any, call: FusedCall) -> Any:
-    warn_once("recom_jax: this platform has no fused target yet; embedding columns run as plain JAX")
+    warn_once(
+        "recom_jax: this platform has no fused target yet; embedding columns run as plain JAX"
+    )
     return _lower_fallback(ctx, *operands, call=call)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: FusedCall) -> tuple[list[Any], list[Any]]:
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, call: FusedCall
+) -> tuple[list[Any], list[Any]]:
     """Fused forward; the tangent differentiates the original columns, so any order of derivative is JAX's."""
     out = fused_p.bind(*primals, call=call)
     live = [k for k, t in enumerate(tangents) if not compat.is_zero_tangent(t)]
@@ -96,20 +106,37 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: FusedCall) ->
         return call.fallback(*full)
 
     _, moved = jax.jvp(original, tuple(primals[k] for k in live), tuple(tangents[k] for k in live))
-    return out, [compat.zero_tangent(o) if t.dtype == jax.dtypes.float0 else t for o, t in zip(out, moved, strict=True)]
+    return out, [
+        compat.zero_tangent(o) if t.dtype == jax.dtypes.float0 else t
+        for o, t in zip(out, moved, strict=True)
+    ]
 
 
-def _batch(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, call: FusedCall) -> tuple[list[Any], list[Any]]:
+def _batch(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], *, call: FusedCall
+) -> tuple[list[Any], list[Any]]:
     """vmap of the original columns, put through the compiler again."""
     from recom_jax.api import fuse_flat
 
     if all(d is None for d in dims):  # nothing of this call is batched
         return list(fused_p.bind(*args, call=call)), [None] * len(call.out_avals)
-    batched = jax.vmap(call.fallback, in_axes=tuple(dims), out_axes=0, axis_size=axis_data.size,
-                       axis_name=axis_data.name, spmd_axis_name=axis_data.spmd_name)
+    batched = jax.vmap(
+        call.fallback,
+        in_axes=tuple(dims),
+        out_axes=0,
+        axis_size=axis_data.size,
+        axis_name=axis_data.name,
+        spmd_axis_name=axis_data.spmd_name,
+    )
     outs = batched(*args) if call.packed else fuse_flat(batched, args, call.options)
     return list(outs), [0] * len(outs)
 
 
-compat.register_primitive(fused_p, abstract_eval=_abstract_eval, jvp=_jvp, batch=_batch, lower_cpu=_lower_cpu,
-                          lower_default=_lower_default)
+compat.register_primitive(
+    fused_p,
+    abstract_eval=_abstract_eval,
+    jvp=_jvp,
+    batch=_batch,
+    lower_cpu=_lower_cpu,
+    lower_default=_lower_default,
+)

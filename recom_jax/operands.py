@@ -6,8 +6,6 @@ for JAX's tracing it is a Ref, for the program a plain array that is only read, 
 What it stands for is looked up at each call, so weights swapped by `Server.update` reach programs that were
 compiled before. A call of such a program takes JAX's Python dispatch (tenths of a millisecond); a server passed as
 an argument takes the fast one.
-
-Uses JAX internals (`Ref` hoisting), checked on JAX 0.10.2 and 0.12.0.1: with `compat`, the only such module.
 """
 
 from __future__ import annotations
@@ -16,15 +14,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
-from jax._src import core as _core
-from jax._src import dtypes as _dtypes
-from jax._src import effects as _effects
-from jax._src.interpreters import batching as _batching
-from jax._src.interpreters import pxla as _pxla
-from jax._src.state.types import ReadEffect
-from jax.extend import core as jcore
 from jax.interpreters import ad, batching, mlir
 
+from recom_jax import compat
 from recom_jax.errors import BindError
 
 
@@ -37,14 +29,18 @@ class Holder(Protocol):
     def lookup(self, version: Any, key: Any) -> jax.Array: ...
 
 
-class Operand(_core.Ref):
+class Operand(compat.Ref):
     """An array of `holder`, known by `key`: its type is fixed, its value is whatever the holder has at a call."""
 
     def __init__(self, holder: Holder, key: Any, like: jax.Array) -> None:
         self._holder, self._key = holder, key
-        self._aval = _core.typeof(like)
+        self._aval = compat.typeof(like)
         array: Any = like
-        self._sharding, self._is_committed, self._format = array.sharding, array.committed, array.format
+        self._sharding, self._is_committed, self._format = (
+            array.sharding,
+            array.committed,
+            array.format,
+        )
 
     sharding = property(lambda self: self._sharding)
     committed = _committed = property(lambda self: self._is_committed)
@@ -57,25 +53,6 @@ class Operand(_core.Ref):
 def as_operands(operands: Sequence[Operand]) -> list[Any]:
     """The arrays, as values of the trace at work (or themselves, if there is none)."""
     return list(_operands_p.bind(*operands)) if operands else []
-
-
-def tracing() -> bool:
-    """Whether a transformation (jit, vmap, grad, ...) is at work in this thread."""
-    return not _core.trace_ctx.is_top_level()
-
-
-def is_batched(value: Any) -> bool:
-    """Whether a value belongs to a vmap at work."""
-    return isinstance(value, _batching.BatchTracer)
-
-
-class _OperandEffect(ReadEffect):
-    """Tells JAX to hoist; reads commute, so it orders nothing."""
-
-
-for _allowed in (_effects.lowerable_effects, _effects.control_flow_allowed_effects,
-                 _effects.remat_allowed_effects, _effects.custom_derivatives_allowed_effects):
-    _allowed.add_type(_OperandEffect)
 
 
 def _arrays(operands: Sequence[Any]) -> list[Any]:
@@ -91,27 +68,22 @@ def _arrays(operands: Sequence[Any]) -> list[Any]:
     return out
 
 
-def _shard(xs: Any, shardings: Any, layouts: Any, copy_semantics: Any) -> Any:
-    return _pxla.shard_args(shardings, layouts, copy_semantics, _arrays(xs))
-
-
 def _lower(ctx: Any, *operands: Any) -> Sequence[Any]:
     if ctx.module_context.lowering_parameters.for_export:
         raise BindError(
             "jax.export of a function that closes over a bound server: its tables are operands, which an exported "
             "program can only take as arguments. Export the model itself, "
             "jax.export.export(jax.jit(model))(params, batch), or pass the server as an argument: "
-            "jax.export.export(jax.jit(lambda serve, batch: serve(batch)))(serve, batch)")
+            "jax.export.export(jax.jit(lambda serve, batch: serve(batch)))(serve, batch)"
+        )
     return list(operands)
 
 
-_core.pytype_aval_mappings[Operand] = lambda x: x._aval
-_dtypes.canonicalize_value_handlers[Operand] = lambda x: x
-_pxla.shard_arg_handlers[Operand] = _shard
+compat.register_operand_type(Operand, _arrays)
 
-_operands_p = jcore.Primitive("recom_bound_operands")
+_operands_p = compat.Primitive("recom_bound_operands")
 _operands_p.multiple_results = True
-_operands_p.def_effectful_abstract_eval(lambda *avals: (list(avals), {_OperandEffect(0)}))
+_operands_p.def_effectful_abstract_eval(lambda *avals: (list(avals), {compat.OperandEffect(0)}))
 _operands_p.def_impl(lambda *xs: _arrays(xs))
 mlir.register_lowering(_operands_p, _lower)
 batching.primitive_batchers[_operands_p] = lambda args, dims: (_operands_p.bind(*args), dims)

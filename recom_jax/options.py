@@ -43,15 +43,21 @@ class Options:
         from recom_jax.simplify import NAMES
 
         if isinstance(self.disable, str):
-            raise OptionError(f"Options.disable is a tuple of names, not the string {self.disable!r}")
+            raise OptionError(
+                f"Options.disable is a tuple of names, not the string {self.disable!r}"
+            )
         object.__setattr__(self, "disable", tuple(self.disable))
         for name in self.disable:
             if name not in NAMES:
-                raise OptionError(f"Options.disable: no rewrite is named {name!r}; there are {sorted(NAMES)}")
+                raise OptionError(
+                    f"Options.disable: no rewrite is named {name!r}; there are {sorted(NAMES)}"
+                )
         if self.ring_slots < 1:
             raise OptionError(f"Options.ring_slots is at least 1, not {self.ring_slots}")
         if self.small_table_bytes < 0:
-            raise OptionError(f"Options.small_table_bytes is at least 0, not {self.small_table_bytes}")
+            raise OptionError(
+                f"Options.small_table_bytes is at least 0, not {self.small_table_bytes}"
+            )
 
     @property
     def verifies(self) -> bool:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from recom_jax import cpu, ffi, verify
+from recom_jax import cpu, ffi, ir, verify
 from recom_jax.cpu import Encoded
 from recom_jax.detect import Detected, Read, detect
 from recom_jax.lowering import warn_once
@@ -71,8 +71,10 @@ def compile_jaxpr(traced: Traced, options: Options) -> Compiled:
 def _unfused(traced: Traced, options: Options, reason: str) -> Compiled:
     """The original program, each table read marked with the reason."""
     everything = {id(v): reason for e in traced.jaxpr.eqns for v in e.outvars}
-    detected, detector = detect(traced.jaxpr, options, everything)
-    return Compiled(traced, detected, Simplified((), {}), (), traced.jaxpr, everything, detected.reads)
+    detected, _ = detect(traced.jaxpr, options, everything)
+    return Compiled(
+        traced, detected, Simplified((), {}), (), traced.jaxpr, everything, detected.reads
+    )
 
 
 def _compile(traced: Traced, options: Options) -> Compiled:
@@ -85,7 +87,9 @@ def _compile(traced: Traced, options: Options) -> Compiled:
         for out in simplified.outputs:
             by_level[out.level].append(out)
         try:
-            scheduled = [(level, schedule(detected, outs)) for level, outs in sorted(by_level.items())]
+            scheduled = [
+                (level, schedule(detected, outs)) for level, outs in sorted(by_level.items())
+            ]
         except PartError as why:
             if attempt >= _MAX_ATTEMPTS:  # a model of only such values: leave it to XLA whole
                 forced = {id(v): str(why) for e in traced.jaxpr.eqns for v in e.outvars}
@@ -94,8 +98,14 @@ def _compile(traced: Traced, options: Options) -> Compiled:
         break
     encoded = [(level, s, prepare(s, options)) for level, s in scheduled]
     jaxpr = splice(detected, detector.extra_consts, encoded, options)
-    dump(options, trace=traced, detect=detected, simplify=simplified, splice=jaxpr,
-         **{f"program{level}": s for level, s in scheduled})
+    dump(
+        options,
+        trace=traced,
+        detect=detected,
+        simplify=simplified,
+        splice=jaxpr,
+        **{f"program{level}": s for level, s in scheduled},
+    )
     return Compiled(traced, detected, simplified, tuple(encoded), jaxpr, forced, detected.reads)
 
 
@@ -151,7 +161,8 @@ def dump(options: Options, **stages: Any) -> None:
     serial = next(_SERIAL)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for k, (name, value) in enumerate(stages.items()):
-            (folder / f"{serial:04d}_{k}_{name}.txt").write_text(f"{value}\n")
+        with ir.numbered():
+            for k, (name, value) in enumerate(stages.items()):
+                (folder / f"{serial:04d}_{k}_{name}.txt").write_text(f"{value}\n")
     except OSError as why:
         warn_once(f"recom_jax: cannot write stage dumps to {folder}: {why}")

@@ -79,12 +79,19 @@ class Program:
     columns: tuple[ColumnDef, ...]
 
     def __str__(self) -> str:
-        lines = [f"program: {len(self.operands)} operands, {len(self.results)} results, "
-                 f"{len(self.classes)} classes, {len(self.columns)} columns"]
+        lines = [
+            f"program: {len(self.operands)} operands, {len(self.results)} results, "
+            f"{len(self.classes)} classes, {len(self.columns)} columns"
+        ]
         lines += [f"d{k} = {op.kind} {op.a} {op.b}" for k, op in enumerate(self.dims)]
         for k, c in enumerate(self.classes):
             of = [x for x in self.columns if x.cls == k]
-            lines += [f"class {k}: {len(of)} columns", *("  " + line for line in str(c).splitlines())]
-            lines += [f"    values {' '.join(f'{s}={v}' for s, v in zip(c.slots, x.values, strict=True))}"
-                      for x in of[:3]]
+            lines += [
+                f"class {k}: {len(of)} columns",
+                *("  " + line for line in str(c).splitlines()),
+            ]
+            lines += [
+                f"    values {' '.join(f'{s}={v}' for s, v in zip(c.slots, x.values, strict=True))}"
+                for x in of[:3]
+            ]
         return "\n".join(lines)

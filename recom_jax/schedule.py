@@ -117,7 +117,15 @@ def _piece(detected: Detected, p: Part, result: int) -> Piece:
     outer, width = (shape[:-1], shape[-1]) if rank else ([], None)
     steps = strides[:-1] if rank else []
     expr, outer, steps = _merge(pool, resolve, expr, outer, steps, rank)
-    return Piece(expr, tuple(outer), width, result, resolve(p.offset), tuple(steps), strides[-1] if rank else 1)
+    return Piece(
+        expr,
+        tuple(outer),
+        width,
+        result,
+        resolve(p.offset),
+        tuple(steps),
+        strides[-1] if rank else 1,
+    )
 
 
 def _feature_axes(e: ir.Expr, rank: int) -> set[int]:
@@ -137,34 +145,52 @@ def _feature_axes(e: ir.Expr, rank: int) -> set[int]:
     # Rows inside a jagged bag have an index space of their own: (position, feature).
     inside = {id(y) for x in ir.walk(e) if isinstance(x, ir.SegReduce) for y in ir.walk(x.data)}
     if inside:
-        outside = {k for x in ir.walk(e) if isinstance(x, ir.Take) and id(x) not in inside
-                   for k, s in enumerate(x.cols) if s != 0}
-        found = outside | {k for x in ir.walk(e) if isinstance(x, ir.SegReduce)
-                           for k, s in enumerate(x.feature) if s != 0}
+        outside = {
+            k
+            for x in ir.walk(e)
+            if isinstance(x, ir.Take) and id(x) not in inside
+            for k, s in enumerate(x.cols)
+            if s != 0
+        }
+        found = outside | {
+            k
+            for x in ir.walk(e)
+            if isinstance(x, ir.SegReduce)
+            for k, s in enumerate(x.feature)
+            if s != 0
+        }
     return found
 
 
-def _merge(pool: ir.Pool, resolve: Any, expr: ir.Expr, outer: list[DimLike], steps: list[DimLike],
-           rank: int) -> tuple[ir.Expr, list[DimLike], list[DimLike]]:
+def _merge(
+    pool: ir.Pool,
+    resolve: Any,
+    expr: ir.Expr,
+    outer: list[DimLike],
+    steps: list[DimLike],
+    rank: int,
+) -> tuple[ir.Expr, list[DimLike], list[DimLike]]:
     """Merges neighbouring outer axes where every view and the destination are contiguous across them."""
     k = len(outer) - 2
     while k >= 0:
         size = outer[k + 1]
         if resolve(steps[k] - steps[k + 1] * size) == 0:
 
-            def f(s: ir.Strides, o: DimLike, k: int = k, size: DimLike = size) -> tuple[ir.Strides, DimLike]:
+            def f(
+                s: ir.Strides, o: DimLike, k: int = k, size: DimLike = size
+            ) -> tuple[ir.Strides, DimLike]:
                 if s[k] != 0 or s[k + 1] != 0:
                     if resolve(s[k] - s[k + 1] * size) != 0:
                         raise ir.NotAffine
-                return (*s[:k], *s[k + 1:]), o
+                return (*s[:k], *s[k + 1 :]), o
 
             try:
                 expr = pool.remap(expr, rank, f)
             except ir.NotAffine:
                 k -= 1
                 continue
-            outer = [*outer[:k], resolve(outer[k] * size), *outer[k + 2:]]
-            steps = [*steps[:k], *steps[k + 1:]]
+            outer = [*outer[:k], resolve(outer[k] * size), *outer[k + 2 :]]
+            steps = [*steps[:k], *steps[k + 1 :]]
             rank -= 1
         k -= 1
     return expr, outer, steps
@@ -178,11 +204,16 @@ def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
         trivial = not takes or isinstance(takes[0].idx, (ir.Load, ir.Const, ir.Affine))
         key = n if trivial else (p.outer, id(takes[0].idx), p.result)
         groups.setdefault(key, []).append(p)
-    return [g[i:i + 8] for g in groups.values() for i in range(0, len(g), 8)]
+    return [g[i : i + 8] for g in groups.values() for i in range(0, len(g), 8)]
 
 
-def _finish(detected: Detected, outputs: Sequence[Output], order: Sequence[Any], classes: Sequence[ClassDef],
-            columns: Sequence[tuple[int, list[tuple[str, Any]]]]) -> Scheduled:
+def _finish(
+    detected: Detected,
+    outputs: Sequence[Output],
+    order: Sequence[Any],
+    classes: Sequence[ClassDef],
+    columns: Sequence[tuple[int, list[tuple[str, Any]]]],
+) -> Scheduled:
     """Decides how every size is computed from shapes, and packs the program."""
     unifier = detected.unifier
     sources: list[Any] = []
@@ -203,12 +234,24 @@ def _finish(detected: Detected, outputs: Sequence[Output], order: Sequence[Any],
     recovery, where = _recover(needed, pin, sources, unifier)
     made = []
     for cls, values in columns:
-        made.append(ColumnDef(cls, tuple(where[v] if kind == DIM else int(v) for kind, v in values)))
+        made.append(
+            ColumnDef(cls, tuple(where[v] if kind == DIM else int(v) for kind, v in values))
+        )
     program = Program(
         tuple((str(v.aval.dtype), len(v.aval.shape)) for v in order),
         tuple((str(o.var.aval.dtype), len(o.var.aval.shape)) for o in outputs),
-        recovery.ops, tuple(classes), tuple(made))
-    check_sizes(program, [v.aval.shape for v in order], [o.var.aval.shape for o in outputs], recovery, where, unifier)
+        recovery.ops,
+        tuple(classes),
+        tuple(made),
+    )
+    check_sizes(
+        program,
+        [v.aval.shape for v in order],
+        [o.var.aval.shape for o in outputs],
+        recovery,
+        where,
+        unifier,
+    )
     return Scheduled(program, tuple(order), tuple(outputs))
 
 
@@ -218,7 +261,9 @@ def unifier_symbol(name: str) -> DimLike:
     return symbol(name)
 
 
-def _recover(needed: Sequence[DimLike], pin: Any, sources: Sequence[Any], unifier: Any) -> tuple[Any, dict[DimLike, int]]:
+def _recover(
+    needed: Sequence[DimLike], pin: Any, sources: Sequence[Any], unifier: Any
+) -> tuple[Any, dict[DimLike, int]]:
     replaced = {d: pin(d) for d in needed}
     while True:
         try:
@@ -229,13 +274,21 @@ def _recover(needed: Sequence[DimLike], pin: Any, sources: Sequence[Any], unifie
             replaced = {d: unifier.value(r) if r == why.dim else r for d, r in replaced.items()}
 
 
-def check_sizes(program: Program, operands: Sequence[Any], results: Sequence[Any], recovery: Any,
-                where: dict[DimLike, int], unifier: Any) -> None:
+def check_sizes(
+    program: Program,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    recovery: Any,
+    where: dict[DimLike, int],
+    unifier: Any,
+) -> None:
     """The symbolic sizes, evaluated on this trace's shapes, must be this trace's sizes."""
     got = recovery.evaluate(operands, results)
     for d, k in where.items():
         if got[k] != unifier.value(d):
-            raise EncodeError(f"size {d} is {unifier.value(d)} in this trace but is computed as {got[k]}")
+            raise EncodeError(
+                f"size {d} is {unifier.value(d)} in this trace but is computed as {got[k]}"
+            )
 
 
-__all__ = ["IMM", "Piece", "Scheduled", "PartError", "evaluate", "schedule"]
+__all__ = ["IMM", "PartError", "Piece", "Scheduled", "evaluate", "schedule"]

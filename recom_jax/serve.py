@@ -7,8 +7,6 @@ call hands over a few operands. Weights are swapped atomically; calls in flight 
 
 from __future__ import annotations
 
-import dataclasses
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
@@ -16,138 +14,30 @@ from typing import Any, NoReturn, cast
 import jax
 import numpy as np
 
-from recom_jax import _recom, operands, pack, pipeline
-from recom_jax.bound import MismatchError, Plan, Source, direct_mismatch, make_plan, x64
+from recom_jax import _recom, compat, operands, pack, pipeline
+from recom_jax.bound import MismatchError, Plan, direct_mismatch, x64
 from recom_jax.errors import (
     BatchError,
     BatchTypeError,
     BindError,
     BindTypeError,
-    DeletedError,
     LeaseError,
     RecomError,
     trace_error,
 )
 from recom_jax.options import Options
 from recom_jax.pack import LeafSpec
-from recom_jax.signature import DELETED, Signature, is_deleted, leaf_fault, leaf_problem
+from recom_jax.serve_batch import (
+    Given,
+    batch_axes,
+    concrete,
+    first_shape,
+    given,
+)
+from recom_jax.serve_core import BindCost, Core, FlatBatch, Weights
+from recom_jax.signature import Signature, leaf_fault
 
-_PACK_ANY = 1 << 18  # bytes: numpy leaves up to this size are packed even if only XLA reads them
 _PAGE = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class BindCost:
-    """Memory that binding adds to the parameters themselves, in bytes.
-
-    Attributes:
-      arena: small tables, copied once into one buffer.
-      staging_slot, staging_slots: one staging buffer of this batch size, and how many may exist.
-      shared: tables and weights passed as they are: no copy.
-    """
-
-    arena: int
-    staging_slot: int
-    staging_slots: int
-    shared: int
-
-    @property
-    def total(self) -> int:
-        return self.arena + self.staging_slot * self.staging_slots
-
-    def __str__(self) -> str:
-        return (f"arena {self.arena:,} bytes + staging {self.staging_slots} x {self.staging_slot:,} bytes "
-                f"(a slot's pages exist once used); {self.shared:,} bytes shared with the caller, not copied")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Weights:
-    """One version of the bound arguments. Never changed, except that `arenas` and `ready` fill up.
-
-    Attributes:
-      leaves: the arrays; None where only an arena holds it (in a server that is an argument of a traced function).
-      arenas: numbers of the leaves in it -> the packed buffer.
-      ready: plan -> its operands from this version.
-      traced: some of them are tracers.
-    """
-
-    leaves: tuple[Any, ...]
-    arenas: dict[tuple[int, ...], Any]
-    ready: dict[Plan, list[Any]] = dataclasses.field(default_factory=dict)
-    traced: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _FlatBatch:
-    """Batches that are one dict of arrays, as most are: their leaves without flattening."""
-
-    first: Any
-    leaves: Callable[[Any], tuple[Any, ...]]
-    plans: dict[Any, tuple[Plan, ...]]  # by (the first leaf's shape, x64)
-
-
-class _Core:
-    """What servers of one function share: everything but the weights."""
-
-    def __init__(self, fn: Callable[..., Any], signature: Signature, options: Options, name: str,
-                 leading: Sequence[Any]) -> None:
-        self.fn, self.signature, self.options, self.name = fn, signature, options, name
-        self.n_leading = len(leading)
-        self.static = {k: leading[k] for k in signature.static_argnums if k < len(leading)}
-        self.has_static = bool(signature.static_argnames) or any(
-            k >= len(leading) for k in signature.static_argnums)
-        paths, self.tree = jax.tree_util.tree_flatten_with_path(self.dynamic(leading))
-        positions = [k for k in range(len(leading)) if k not in self.static]
-        self.names = tuple(signature.parameter(positions[p[0].idx]) + jax.tree_util.keystr(p[1:]) for p, _ in paths)
-        self.specs: tuple[Any, ...] = ()
-        self.lock = threading.RLock()
-        self.plans: dict[Any, tuple[Plan, ...]] = {}  # by (number of leaves, the first leaf's shape, x64)
-        self.by_types: dict[Any, Plan] = {}
-        self.by_layout: dict[Any, tuple[Plan, ...]] = {}
-        self.flat: dict[int, _FlatBatch] = {}  # by number of keys
-        self.example: Any = None
-        self.staging = pack.Staging(options.ring_slots, timeout_s=options.lease_timeout_s)
-
-    def dynamic(self, leading: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(x for k, x in enumerate(leading) if k not in self.static)
-
-    def full_args(self, bound: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-        args: list[Any] = list(jax.tree_util.tree_unflatten(self.tree, bound))
-        for k, value in sorted(self.static.items()):
-            args.insert(k, value)
-        return [*args, *batch]
-
-    def split_static(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """The batch without its static arguments, and those."""
-        if not self.has_static:
-            return tuple(batch), kwargs, ()
-        nums, names = self.signature.static_argnums, self.signature.static_argnames
-        rest = tuple(x for k, x in enumerate(batch) if k + self.n_leading not in nums)
-        static: list[Any] = [(k, x) for k, x in enumerate(batch) if k + self.n_leading in nums]
-        static += [(k, x) for k, x in kwargs.items() if k in names]
-        return rest, {k: x for k, x in kwargs.items() if k not in names}, tuple(static)
-
-    def add(self, plan: Plan, batch: Any, kwargs: Any, leaves: Sequence[Any]) -> None:
-        """Makes a plan known to calls. The lock is held; readers take none, so tuples are replaced whole."""
-        shape = _first_shape(leaves)
-        key = (len(leaves), shape, x64())
-        self.plans[key] = (*self.plans.get(key, ()), plan)
-        if plan.packed:
-            self.by_layout[plan.layout] = (*self.by_layout.get(plan.layout, ()), plan)
-        if len(batch) != 1 or kwargs or plan.static or type(batch[0]) is not dict or not plan.all_packed:
-            return
-        try:
-            keys = sorted(batch[0])
-        except TypeError:  # keys of several types: JAX orders them its own way
-            return
-        if len(keys) < 2 or len(keys) != len(leaves) or any(
-                batch[0][k] is not x for k, x in zip(keys, leaves, strict=True)):
-            return
-        found = self.flat.get(len(keys))
-        if found is None or next(iter(found.plans.values()))[0].tree != plan.tree:
-            self.flat[len(keys)] = _FlatBatch(keys[0], operator.itemgetter(*keys), {(shape, x64()): (plan,)})
-        else:
-            found.plans[shape, x64()] = (*found.plans.get((shape, x64()), ()), plan)
 
 
 class Server:
@@ -159,41 +49,32 @@ class Server:
     can be an argument too: ``jax.jit(lambda serve, batch: serve(batch))(serve, batch)``.
     """
 
-    def __init__(self, fn: Callable[..., Any], signature: Signature, options: Options, leading: Sequence[Any],
-                 name: str) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        signature: Signature,
+        options: Options,
+        leading: Sequence[Any],
+        name: str,
+    ) -> None:
         if signature.parameters is not None:
             try:
                 signature.parameters.bind_partial(*leading)
             except TypeError as why:
                 raise BindTypeError(f"bind: {name}{signature.parameters}: {why}") from None
         self.__name__ = name
-        self._core = _Core(fn, signature, options, name, leading)
-        leaves = self._own(jax.tree_util.tree_leaves(self._core.dynamic(leading)))
+        self._core = Core(fn, signature, options, name, leading)
+        leaves = self._core.own(jax.tree_util.tree_leaves(self._core.dynamic(leading)))
         self._core.specs = tuple(
-            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in leaves)
-        self._weights = _Weights(leaves, {}, traced=any(isinstance(x, jax.core.Tracer) for x in leaves))
+            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in leaves
+        )
+        self._weights = Weights(
+            leaves, {}, traced=any(isinstance(x, jax.core.Tracer) for x in leaves)
+        )
         self._lock = threading.RLock()
         self._operands: dict[Any, operands.Operand] = {}
 
     # ---- weights ------------------------------------------------------------------------------------------
-
-    def _own(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Device arrays; numpy arrays are copied, since JAX would alias memory the caller may write."""
-        owned = []
-        for name, leaf in zip(self._core.names, leaves, strict=True):
-            what = f"bound argument {name} of {self.__name__}"
-            if is_deleted(leaf):
-                raise DeletedError(f"{what}: {DELETED}")
-            problem = leaf_problem(leaf)
-            if problem:
-                raise BindTypeError(f"{what}: {problem}")
-            if isinstance(leaf, jax.Array):
-                owned.append(leaf)
-                continue
-            with jax.ensure_compile_time_eval():
-                scalar = isinstance(leaf, (bool, int, float, complex))  # stays weakly typed
-                owned.append(jax.numpy.asarray(leaf) if scalar else jax.numpy.array(leaf))
-        return tuple(owned)
 
     def update(self, *leading: Any) -> None:
         """Swaps the bound arguments. Calls that have begun keep the old ones; nothing is recompiled.
@@ -205,45 +86,46 @@ class Server:
         """
         core = self._core
         if len(leading) != core.n_leading:
-            raise BindTypeError(f"update takes the {core.n_leading} bound arguments of {self.__name__}, "
-                                f"not {len(leading)}")
+            raise BindTypeError(
+                f"update takes the {core.n_leading} bound arguments of {self.__name__}, "
+                f"not {len(leading)}"
+            )
         for k, value in core.static.items():
             if leading[k] != value:
-                raise BindError(f"update: static argument {core.signature.parameter(k)} was bound as {value!r}; "
-                                "bind again to change it")
+                raise BindError(
+                    f"update: static argument {core.signature.parameter(k)} was bound as {value!r}; "
+                    "bind again to change it"
+                )
         leaves, tree = jax.tree_util.tree_flatten(core.dynamic(leading))
         if cast(Any, tree) != core.tree:
-            raise BindError(f"update: the arguments' structure differs from what was bound: {tree}, not {core.tree}")
+            raise BindError(
+                f"update: the arguments' structure differs from what was bound: {tree}, not {core.tree}"
+            )
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            raise BindError("update inside a trace would leak traced arrays into the server; bind there instead: "
-                            "model.bind(params)(batch)")
-        new = self._own(leaves)
+            raise BindError(
+                "update inside a trace would leak traced arrays into the server; bind there instead: "
+                "model.bind(params)(batch)"
+            )
+        new = self._core.own(leaves)
         for name, old, now in zip(core.names, core.specs, new, strict=True):
             if old.shape != now.shape or old.dtype != now.dtype:
-                raise BindError(f"update: {name} is {now.dtype}{list(now.shape)}, "
-                                f"bound was {old.dtype}{list(old.shape)}")
+                raise BindError(
+                    f"update: {name} is {now.dtype}{list(now.shape)}, "
+                    f"bound was {old.dtype}{list(old.shape)}"
+                )
         with self._lock:
-            arenas = {key: self._pack_tables(new, key) for key in self._weights.arenas}
-            self._weights = _Weights(new, arenas)
+            arenas = {key: self._core.pack_tables(new, key) for key in self._weights.arenas}
+            self._weights = Weights(new, arenas)
         pipeline.count("weight_updates")
 
-    def _pack_tables(self, leaves: Sequence[Any], which: tuple[int, ...]) -> jax.Array:
-        names = [self._core.names[k] for k in which]
-        for k, name in zip(which, names, strict=True):
-            if is_deleted(leaves[k]):
-                raise DeletedError(f"bound argument {name} of {self.__name__}: {DELETED}")
-        arena = pack.Arena.build([np.asarray(leaves[k]) for k in which], names=names)
-        with jax.ensure_compile_time_eval():  # a server lives longer than a trace it is used in
-            return cast(jax.Array, jax.device_put(arena.data))
-
-    def _arena(self, weights: _Weights, which: tuple[int, ...]) -> Any:
+    def _arena(self, weights: Weights, which: tuple[int, ...]) -> Any:
         """The packed tables of a version of the weights, made at first use."""
         found = weights.arenas.get(which)
         if found is None:
             with self._lock:
                 found = weights.arenas.get(which)
                 if found is None:
-                    found = weights.arenas[which] = self._pack_tables(weights.leaves, which)
+                    found = weights.arenas[which] = self._core.pack_tables(weights.leaves, which)
         return found
 
     def _bound(self, plan: Plan) -> list[Any]:
@@ -269,7 +151,7 @@ class Server:
           BatchError (a ValueError), BatchTypeError (a TypeError): a leaf does not fit, named.
           LeaseError: the batch is a lease that was served already, or no staging slot came free in time.
         """
-        if self._weights.traced or operands.tracing():
+        if self._weights.traced or compat.tracing():
             return self._traced(batch, kwargs)
         core = self._core
         if len(batch) == 1 and not kwargs and type(batch[0]) is dict:
@@ -283,18 +165,18 @@ class Server:
         slot = _recom.lease_among(leaves)
         if slot is not None:
             return self._serve_lease(slot, leaves, tree, static)
-        for plan in core.plans.get((len(leaves), _first_shape(leaves), x64()), ()):
+        for plan in core.plans.get((len(leaves), first_shape(leaves), x64()), ()):
             if plan.tree == tree and plan.static == static:
                 found = self._try(plan, leaves)
                 if found is not _MISS:
                     return found
-        plan = self._plan(batch, kwargs)
+        plan = self._core.plan(batch, kwargs)
         staged = self._stage(plan, leaves)
         if isinstance(staged, int):
             raise pack.mismatch(plan.layout, staged, leaves[plan.packed[staged]], plan.packed_names)
         return self._run(plan, staged, leaves)
 
-    def _call_flat(self, flat: _FlatBatch, batch: dict[Any, Any]) -> Any:
+    def _call_flat(self, flat: FlatBatch, batch: dict[Any, Any]) -> Any:
         try:
             plans = flat.plans[batch[flat.first].shape, x64()]
             leaves = flat.leaves(batch)
@@ -332,7 +214,9 @@ class Server:
         bound = self._bound(plan)
         direct = [leaves[k] for k in plan.direct]
         try:
-            return plan.call(*bound, *direct) if staged is None else plan.call(staged, *bound, *direct)
+            return (
+                plan.call(*bound, *direct) if staged is None else plan.call(staged, *bound, *direct)
+            )
         except RecomError:
             raise
         except Exception as why:
@@ -350,24 +234,24 @@ class Server:
 
     # ---- inside a trace -----------------------------------------------------------------------------------
 
-    def snapshot(self) -> _Weights:
+    def snapshot(self) -> Weights:
         """For `operands`: the version of the weights that a call of a traced program uses."""
         return self._weights
 
-    def lookup(self, version: _Weights, key: Any) -> Any:
+    def lookup(self, version: Weights, key: Any) -> Any:
         """For `operands`: an arena (by the leaves in it) or a leaf (by number) of a version."""
         return self._arena(version, key) if isinstance(key, tuple) else version.leaves[key]
 
     def _traced(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Inside jit, vmap, grad: the program becomes part of the trace, with the bound arrays as operands."""
         weights = self._weights
-        batched = any(operands.is_batched(x) for x in jax.tree_util.tree_leaves((batch, kwargs)))
+        batched = any(compat.is_batched(x) for x in jax.tree_util.tree_leaves((batch, kwargs)))
         # Batching goes through the compiler again, which sees tables, not packs.
-        plan, leaves = self._make(batch, kwargs, packs=False, arena=not batched)
+        plan, leaves = self._core.make(batch, kwargs, packs=False, arena=not batched)
         if weights.traced and plan.arena_leaves not in weights.arenas:
-            plan, leaves = self._make(batch, kwargs, packs=False, arena=False)
+            plan, leaves = self._core.make(batch, kwargs, packs=False, arena=False)
         keys = ([plan.arena_leaves] if plan.arena_leaves else []) + list(plan.direct_bound)
-        bound = [self._in_trace(weights, key) if weights.traced else None for key in keys]
+        bound = [self._core.in_trace(weights, key) if weights.traced else None for key in keys]
         fixed = [n for n, x in enumerate(bound) if not isinstance(x, jax.core.Tracer)]
         values = operands.as_operands([self._operand(weights, keys[n]) for n in fixed])
         for n, value in zip(fixed, values, strict=True):
@@ -379,21 +263,12 @@ class Server:
         except Exception as why:
             raise trace_error(why, f"while serving {self.__name__} inside a trace") from why
 
-    def _operand(self, weights: _Weights, key: Any) -> operands.Operand:
+    def _operand(self, weights: Weights, key: Any) -> operands.Operand:
         with self._lock:
             found = self._operands.get(key)
             if found is None:
                 found = self._operands[key] = operands.Operand(self, key, self.lookup(weights, key))
             return found
-
-    def _in_trace(self, weights: _Weights, key: Any) -> Any:
-        if isinstance(key, tuple):
-            return weights.arenas[key]
-        if weights.leaves[key] is not None:
-            return weights.leaves[key]
-        which = next(w for w in weights.arenas if key in w)
-        specs = [LeafSpec.of(self._core.specs[k]) for k in which]
-        return pack.unpack(weights.arenas[which], pack.layout_of(specs), which.index(key))
 
     def _flatten(self) -> tuple[tuple[Any, ...], Any]:
         weights = self._weights
@@ -407,61 +282,32 @@ class Server:
         core, keys = aux
         arenas = dict(zip(keys, children, strict=False))
         inside = {k for key in keys for k in key}
-        rest = iter(children[len(keys):])
+        rest = iter(children[len(keys) :])
         leaves = tuple(None if k in inside else next(rest) for k in range(len(core.names)))
         new = object.__new__(cls)
         new.__name__, new._core = core.name, core
         # Tracers, or whatever JAX puts in their place: such a server takes every call the traced way.
-        new._weights = _Weights(leaves, arenas, traced=True)
+        new._weights = Weights(leaves, arenas, traced=True)
         new._lock, new._operands = threading.RLock(), {}
         return new
 
     # ---- plans --------------------------------------------------------------------------------------------
 
-    def _make(self, batch: Sequence[Any], kwargs: dict[str, Any], packs: bool,
-              arena: bool = True) -> tuple[Plan, Sequence[Any]]:
-        """A plan, and the batch's leaves."""
-        core = self._core
-        dynamic, named, static = core.split_static(batch, kwargs)
-        leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
-        call = core.signature.split(core.full_args(core.specs, batch), kwargs, checks_leaves=False)
-        n_bound = len(core.specs)
-        for name, leaf in zip(call.names[n_bound:], leaves, strict=True):
-            what = f"argument {name} of {self.__name__}"
-            problem = leaf_problem(leaf)
-            if problem:
-                raise BatchTypeError(f"{what}: {problem}")
-            if is_deleted(leaf):
-                raise DeletedError(f"{what}: {DELETED}")
-        packable = tuple(packs and _is_packable(x) for x in leaves)
-        source = Source(core.fn, call, n_bound, tree, static, packable, arena, core.options, self.__name__, _PACK_ANY)
-        return make_plan(source), leaves
-
-    def _plan(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-        """The compiled form for these types, made on first sight."""
-        core = self._core
-        dynamic, named, static = core.split_static(batch, kwargs)
-        leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
-        key = (tree, static, x64(), tuple(_type_key(x) for x in leaves))
-        with core.lock:
-            plan = core.by_types.get(key)
-            if plan is None:
-                plan, _ = self._make(batch, kwargs, packs=True)
-                core.by_types[key] = plan
-                core.add(plan, dynamic, named, leaves)
-            if core.example is None:
-                core.example = jax.tree_util.tree_map(_spec, (tuple(batch), kwargs))
-        return plan
-
     def cost(self, *batch: Any, **kwargs: Any) -> BindCost:
         """What serving this batch (arrays or ShapeDtypeStructs) will allocate. Allocates none of it."""
-        plan = self._plan(*_concrete(batch, kwargs))
+        plan = self._core.plan(*concrete(batch, kwargs))
         specs = self._core.specs
         inside = [LeafSpec.of(specs[k]) for k in plan.arena_leaves]
         arena = pack.layout_of(inside).total_bytes if inside else 0
-        shared = sum(int(np.prod(specs[k].shape)) * specs[k].dtype.itemsize for k in plan.direct_bound)
-        return BindCost(-(-arena // _PAGE) * _PAGE, pack.ring_bytes(plan.layout, 1) if plan.packed else 0,
-                        self._core.options.ring_slots, shared)
+        shared = sum(
+            int(np.prod(specs[k].shape)) * specs[k].dtype.itemsize for k in plan.direct_bound
+        )
+        return BindCost(
+            -(-arena // _PAGE) * _PAGE,
+            pack.ring_bytes(plan.layout, 1) if plan.packed else 0,
+            self._core.options.ring_slots,
+            shared,
+        )
 
     def warmup(self, sizes: Sequence[int], *example: Any, **kwargs: Any) -> None:
         """Traces and compiles for these batch sizes before traffic.
@@ -475,15 +321,21 @@ class Server:
           BatchError: there is no example yet, or a size is negative.
         """
         core = self._core
-        spec = jax.tree_util.tree_map(_spec, (example, kwargs)) if example or kwargs else core.example
+        spec = (
+            jax.tree_util.tree_map(given, (example, kwargs)) if example or kwargs else core.example
+        )
         if spec is None:
-            raise BatchError(f"warmup of {self.__name__}: no batch was seen yet; pass one: "
-                             "warmup(sizes, example_batch)")
+            raise BatchError(
+                f"warmup of {self.__name__}: no batch was seen yet; pass one: "
+                "warmup(sizes, example_batch)"
+            )
         for size in sizes:
             if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0:
-                raise BatchError(f"warmup of {self.__name__}: a batch size is a number of at least 0, not {size!r}")
-        leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: isinstance(x, _Given))
-        scales = _batch_axes(leaves)
+                raise BatchError(
+                    f"warmup of {self.__name__}: a batch size is a number of at least 0, not {size!r}"
+                )
+        leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: isinstance(x, Given))
+        scales = batch_axes(leaves)
         for size in sizes:
             made = [x.of_size(int(size) if k in scales else None) for k, x in enumerate(leaves)]
             args, kw = jax.tree_util.tree_unflatten(tree, made)
@@ -506,28 +358,52 @@ class Server:
         Raises:
           LeaseError: no slot came free in ``Options.lease_timeout_s``.
         """
-        batch, kw = _concrete(example, kwargs, all_numpy=True)
-        plan = self._plan(batch, kw)
-        dynamic, named, _ = self._core.split_static(batch, kw)
+        dynamic, named, static = self._core.split_static(example, kwargs)
         leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
-        views = [np.empty(x.shape, x.dtype) if type(x) is np.ndarray else x for x in leaves]
-        if plan.packed:
-            slot = self._core.staging.acquire(plan.layout)
-            for entry, k in enumerate(plan.packed):
-                views[k] = slot.view(entry)
+        plan = self._known(leaves, tree, static)
+        if plan is None:
+            batch, kw = concrete(example, kwargs, all_numpy=True)
+            plan = self._core.plan(batch, kw)
+            dynamic, named, _ = self._core.split_static(batch, kw)
+            leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
+        if plan.all_packed:
+            views = self._core.staging.acquire(plan.layout).views()
+        else:
+            views = [np.empty(x.shape, x.dtype) if type(x) is np.ndarray else x for x in leaves]
+            if plan.packed:
+                slot = self._core.staging.acquire(plan.layout)
+                for k, view in zip(plan.packed, slot.views(), strict=True):
+                    views[k] = view
         args, named = jax.tree_util.tree_unflatten(tree, views)
         if named:
             return named if not args else (args, named)
         return args[0] if len(args) == 1 else args
 
+    def _known(self, leaves: Sequence[Any], tree: Any, static: Any) -> Plan | None:
+        """The plan that these leaves fit as they are, without looking at each from Python."""
+        for plan in self._core.plans.get((len(leaves), first_shape(leaves), x64()), ()):
+            if plan.tree == tree and plan.static == static:
+                chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
+                if (not plan.packed or plan.packer.matches(chosen) < 0) and not direct_mismatch(
+                    plan, leaves
+                ):
+                    return plan
+        return None
+
     def _serve_lease(self, slot: Any, leaves: Sequence[Any], tree: Any, static: Any) -> Any:
         if slot.state != "leased":
             self._served_twice()
-        plans = [p for p in self._core.by_layout.get(slot.layout, ()) if p.tree == tree and p.static == static]
+        plans = [
+            p
+            for p in self._core.by_layout.get(slot.layout, ())
+            if p.tree == tree and p.static == static
+        ]
         if not plans:
-            raise BatchError(f"{self.__name__}: the batch does not match the lease: its structure differs from the "
-                             "example that input_views() was given. Serve the views in the structure they came in, "
-                             "or copies of them")
+            raise BatchError(
+                f"{self.__name__}: the batch does not match the lease: its structure differs from the "
+                "example that input_views() was given. Serve the views in the structure they came in, "
+                "or copies of them"
+            )
         why = ""
         for plan in plans:
             why = direct_mismatch(plan, leaves)
@@ -537,7 +413,9 @@ class Server:
             raise BatchTypeError(f"{self.__name__}: the batch does not match the lease: {why}")
         chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
         try:
-            bad = plan.packer.pack_into(slot, chosen)  # leaves in their own place are skipped, others copied in
+            bad = plan.packer.pack_into(
+                slot, chosen
+            )  # leaves in their own place are skipped, others copied in
             if bad < 0:
                 slot.freeze()
                 staged = slot.array()
@@ -548,8 +426,10 @@ class Server:
         return self._run(plan, staged, leaves)
 
     def _served_twice(self) -> NoReturn:
-        raise LeaseError(f"{self.__name__}: these input views were served already; lease new ones with "
-                         "input_views()") from None
+        raise LeaseError(
+            f"{self.__name__}: these input views were served already; lease new ones with "
+            "input_views()"
+        ) from None
 
     def __repr__(self) -> str:
         total = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in self._core.specs)
@@ -558,56 +438,3 @@ class Server:
 
 jax.tree_util.register_pytree_node(Server, Server._flatten, Server._unflatten)
 _MISS: Any = object()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Given:
-    """What is remembered of an example's leaf: enough to make one like it."""
-
-    kind: str  # "numpy", "jax" or "scalar" (a Python number, a static argument: kept as it is)
-    shape: tuple[int, ...]
-    dtype: Any
-    value: Any = None
-
-    def of_size(self, size: int | None) -> Any:
-        if self.kind == "scalar":
-            return self.value
-        shape = self.shape if size is None else (size, *self.shape[1:])
-        return (np if self.kind == "numpy" else jax.numpy).zeros(shape, self.dtype)
-
-
-def _spec(leaf: Any) -> _Given:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        return _Given("scalar", (), None, leaf)
-    return _Given("jax" if isinstance(leaf, jax.Array) else "numpy", tuple(leaf.shape), leaf.dtype)
-
-
-def _batch_axes(leaves: Sequence[_Given]) -> set[int]:
-    """Leaves whose leading axis scales with the batch: as long as the first leaf's."""
-    first = next((s.shape[0] for s in leaves if s.shape), None)
-    return {k for k, s in enumerate(leaves) if s.shape and s.shape[0] == first}
-
-
-def _concrete(batch: Any, kwargs: Any, all_numpy: bool = False) -> Any:
-    """The batch with uninitialised numpy arrays where only a type is known (or wherever there is an array)."""
-
-    def one(leaf: Any) -> Any:
-        known = type(leaf) is np.ndarray or isinstance(leaf, (bool, int, float, complex))
-        if known or not hasattr(leaf, "shape") or not (all_numpy or isinstance(leaf, jax.ShapeDtypeStruct)):
-            return leaf
-        return np.empty(leaf.shape, leaf.dtype)
-
-    return jax.tree_util.tree_map(one, (tuple(batch), kwargs))
-
-
-def _type_key(leaf: Any) -> Any:
-    shape = np.shape(leaf) if hasattr(leaf, "shape") else ()
-    return type(leaf), shape, str(getattr(leaf, "dtype", "")), getattr(leaf, "weak_type", False), _is_packable(leaf)
-
-
-def _first_shape(leaves: Sequence[Any]) -> Any:
-    return getattr(leaves[0], "shape", ()) if leaves else None
-
-
-def _is_packable(leaf: Any) -> bool:
-    return type(leaf) is np.ndarray and leaf.dtype.isnative and LeafSpec.of(leaf).packable

@@ -46,8 +46,12 @@ class Arguments:
     def key(self) -> Any | None:
         """A hashable identity of the call's types, None where a leaf has none."""
         try:
-            types = tuple((tuple(x.shape), str(x.dtype), getattr(x, "weak_type", False)) if hasattr(x, "dtype")
-                          else type(x) for x in self.leaves)
+            types = tuple(
+                (tuple(x.shape), str(x.dtype), getattr(x, "weak_type", False))
+                if hasattr(x, "dtype")
+                else type(x)
+                for x in self.leaves
+            )
             key = (types, self.tree, self.static)
             hash(key)
             return key
@@ -56,7 +60,9 @@ class Arguments:
 
     def describe(self) -> str:
         """The call's arguments and their types, one line."""
-        shown = [f"{n}: {_type_name(x)}" for n, x in list(zip(self.names, self.leaves, strict=True))[:6]]
+        shown = [
+            f"{n}: {_type_name(x)}" for n, x in list(zip(self.names, self.leaves, strict=True))[:6]
+        ]
         more = len(self.leaves) - len(shown)
         return f"({', '.join(shown)}{f', and {more} more' if more > 0 else ''})"
 
@@ -71,7 +77,9 @@ class Signature:
     static_argnames: tuple[str, ...]
 
     @staticmethod
-    def of(fn: Callable[..., Any], nums: int | Sequence[int], names: str | Sequence[str]) -> Signature:
+    def of(
+        fn: Callable[..., Any], nums: int | Sequence[int], names: str | Sequence[str]
+    ) -> Signature:
         nums = (nums,) if isinstance(nums, int) else tuple(nums or ())
         names = (names,) if isinstance(names, str) else tuple(names or ())
         name = getattr(fn, "__name__", type(fn).__name__)
@@ -79,27 +87,39 @@ class Signature:
             parameters = inspect.signature(fn)
         except (TypeError, ValueError):
             return Signature(name, None, nums, names)
-        positional = [p.name for p in parameters.parameters.values()
-                      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        positional = [
+            p.name
+            for p in parameters.parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         variadic = any(p.kind == p.VAR_POSITIONAL for p in parameters.parameters.values())
         keywords = any(p.kind == p.VAR_KEYWORD for p in parameters.parameters.values())
         n = len(positional)
         for k in nums:
             if not variadic and not -n <= k < n:
-                raise ArgumentError(f"static_argnums {k}: {name} has {n} positional parameters "
-                                    f"{tuple(positional)}")
+                raise ArgumentError(
+                    f"static_argnums {k}: {name} has {n} positional parameters {tuple(positional)}"
+                )
         for x in names:
             if x not in parameters.parameters and not keywords:
-                raise ArgumentError(f"static_argnames {x!r}: {name} has no such parameter; it has "
-                                    f"{tuple(parameters.parameters)}")
+                raise ArgumentError(
+                    f"static_argnames {x!r}: {name} has no such parameter; it has "
+                    f"{tuple(parameters.parameters)}"
+                )
         nums = tuple(k + n if k < 0 else k for k in nums)
         all_names = dict.fromkeys((*names, *(positional[k] for k in nums if k < n)))
         all_nums = dict.fromkeys((*nums, *(k for k, p in enumerate(positional) if p in all_names)))
-        only = [x for x in all_names if x not in parameters.parameters
-                or parameters.parameters[x].kind != inspect.Parameter.POSITIONAL_ONLY]
+        only = [
+            x
+            for x in all_names
+            if x not in parameters.parameters
+            or parameters.parameters[x].kind != inspect.Parameter.POSITIONAL_ONLY
+        ]
         return Signature(name, parameters, tuple(sorted(all_nums)), tuple(only))
 
-    def split(self, args: Sequence[Any], kwargs: dict[str, Any], checks_leaves: bool = True) -> Arguments:
+    def split(
+        self, args: Sequence[Any], kwargs: dict[str, Any], checks_leaves: bool = True
+    ) -> Arguments:
         """Flattens a call.
 
         Raises:
@@ -110,7 +130,9 @@ class Signature:
                 self.parameters.bind(*args, **kwargs)
             except TypeError as why:
                 raise ArgumentError(f"{self.name}{self.parameters}: {why}") from None
-        static: list[tuple[int | str, Any]] = [(k, args[k]) for k in self.static_argnums if k < len(args)]
+        static: list[tuple[int | str, Any]] = [
+            (k, args[k]) for k in self.static_argnums if k < len(args)
+        ]
         static += [(k, kwargs[k]) for k in self.static_argnames if k in kwargs]
         dynamic = [x for k, x in enumerate(args) if k not in self.static_argnums]
         named = {k: x for k, x in kwargs.items() if k not in self.static_argnames}
@@ -133,13 +155,18 @@ class Signature:
     def parameter(self, position: int) -> str:
         """The name of a positional parameter."""
         if self.parameters is not None:
-            names = [p.name for p in self.parameters.parameters.values()
-                     if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            names = [
+                p.name
+                for p in self.parameters.parameters.values()
+                if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            ]
             if position < len(names):
                 return names[position]
         return f"args[{position}]"
 
-    def explain_failure(self, why: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Exception:
+    def explain_failure(
+        self, why: Exception, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Exception:
         """What a failed call raises: ours, of the type JAX raised, naming the argument at fault."""
         try:
             call = self.split(args, kwargs)
@@ -181,17 +208,23 @@ def leaf_problem(leaf: Any, shapes: bool = False) -> str:
         return ""
     if isinstance(leaf, (np.ndarray, np.generic)):
         if leaf.dtype.kind in "OSUMmVT" and not _extension(leaf.dtype):
-            return (f"expected numbers, was given an array of dtype {leaf.dtype}; convert it first "
-                    "(strings: hash them to integers on the host)")
+            return (
+                f"expected numbers, was given an array of dtype {leaf.dtype}; convert it first "
+                "(strings: hash them to integers on the host)"
+            )
         if not leaf.dtype.isnative:
-            return (f"expected native byte order, was given {leaf.dtype.str}; convert it with "
-                    "x.astype(x.dtype.newbyteorder('='))")
+            return (
+                f"expected native byte order, was given {leaf.dtype.str}; convert it with "
+                "x.astype(x.dtype.newbyteorder('='))"
+            )
         return ""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "" if shapes else f"expected an array, was given only its type, {leaf}"
     if hasattr(leaf, "__jax_array__"):
         return ""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):  # jax.Ref, a typed key, ...: JAX knows better
+    if hasattr(leaf, "shape") and hasattr(
+        leaf, "dtype"
+    ):  # jax.Ref, a typed key, ...: JAX knows better
         return ""
     return f"expected an array or a number, was given {type(leaf).__name__} {str(leaf)[:40]!r}"
 

@@ -12,8 +12,12 @@ from recom_jax.lowering import FusedCall, fused_p
 from recom_jax.schedule import Scheduled
 
 
-def splice(detected: Detected, extra_consts: Sequence[tuple[Any, Any]],
-           calls: Sequence[tuple[int, Scheduled, Encoded]], options: Any) -> Any:
+def splice(
+    detected: Detected,
+    extra_consts: Sequence[tuple[Any, Any]],
+    calls: Sequence[tuple[int, Scheduled, Encoded]],
+    options: Any,
+) -> Any:
     """The program with one fused equation per call.
 
     Args:
@@ -34,8 +38,12 @@ def splice(detected: Detected, extra_consts: Sequence[tuple[Any, Any]],
             if lv == level:
                 if any(id(v) in fused_vars for v in eqn.outvars):
                     # Another output of this equation is still wanted; the fused one must not be defined twice.
-                    eqn = eqn.replace(outvars=[
-                        compat.fresh_var(v.aval) if id(v) in fused_vars else v for v in eqn.outvars])
+                    eqn = eqn.replace(
+                        outvars=[
+                            compat.fresh_var(v.aval) if id(v) in fused_vars else v
+                            for v in eqn.outvars
+                        ]
+                    )
                 eqns.append(eqn)
         for lv, scheduled, encoded in calls:
             if lv == level:
@@ -45,29 +53,42 @@ def splice(detected: Detected, extra_consts: Sequence[tuple[Any, Any]],
     eqns = trace.live(eqns, jaxpr.outvars)
     used = {id(v) for e in eqns for v in e.invars} | {id(v) for v in jaxpr.outvars}
     kept = [(v, c) for v, c in zip(constvars, consts, strict=True) if id(v) in used]
-    new = compat.closed([v for v, _ in kept], jaxpr.invars, jaxpr.outvars, eqns, [c for _, c in kept], jaxpr)
+    new = compat.closed(
+        [v for v, _ in kept], jaxpr.invars, jaxpr.outvars, eqns, [c for _, c in kept], jaxpr
+    )
     if options.verifies:
         compat.check_jaxpr(compat.open_jaxpr(new))
     return new
 
 
-def _call_eqn(made_by: dict[int, tuple[int, Any]], scheduled: Scheduled, encoded: Encoded, options: Any) -> Any:
+def _call_eqn(
+    made_by: dict[int, tuple[int, Any]], scheduled: Scheduled, encoded: Encoded, options: Any
+) -> Any:
     outs = [o.var for o in scheduled.outputs]
     original, extra = _original(made_by, scheduled.operands, outs)
     operands = [*scheduled.operands, *extra]
     n = len(scheduled.operands)
     binding = tuple(x for k in range(n) for x in (k, -1))
     call = FusedCall(encoded, binding, n, tuple(v.aval for v in outs), original, options)
-    return compat.new_jaxpr_eqn(operands, outs, fused_p, {"call": call}, set(),
-                                source_info=made_by[id(outs[0])][1].source_info, ctx=made_by[id(outs[0])][1].ctx)
+    return compat.new_jaxpr_eqn(
+        operands,
+        outs,
+        fused_p,
+        {"call": call},
+        set(),
+        source_info=made_by[id(outs[0])][1].source_info,
+        ctx=made_by[id(outs[0])][1].ctx,
+    )
 
 
-def _original(made_by: dict[int, tuple[int, Any]], operands: Sequence[Any], outs: Sequence[Any]) -> tuple[Any, list[Any]]:
+def _original(
+    made_by: dict[int, tuple[int, Any]], operands: Sequence[Any], outs: Sequence[Any]
+) -> tuple[Any, list[Any]]:
     """The equations between the operands and the results, as a function; and inputs only they read."""
     stop = {id(v) for v in operands}
     extra: dict[int, Any] = {}
     needed: dict[int, tuple[int, Any]] = {}
-    work = [v for v in outs]
+    work = list(outs)
     while work:
         var = work.pop()
         if id(var) in stop or isinstance(var, compat.Literal):
@@ -83,8 +104,12 @@ def _original(made_by: dict[int, tuple[int, Any]], operands: Sequence[Any], outs
     extras = list(extra.values())
     # An operand that one of these equations makes as well (a second output) keeps the operand's value.
     if any(id(v) in stop for e in eqns for v in e.outvars):
-        eqns = [e.replace(outvars=[compat.fresh_var(v.aval) if id(v) in stop else v for v in e.outvars])
-                if any(id(v) in stop for v in e.outvars) else e for e in eqns]
+        eqns = [
+            e.replace(outvars=[compat.fresh_var(v.aval) if id(v) in stop else v for v in e.outvars])
+            if any(id(v) in stop for v in e.outvars)
+            else e
+            for e in eqns
+        ]
     like = _Info()
     closed = compat.closed([], [*operands, *extras], outs, eqns, [], like)
     return compat.jaxpr_as_fun(closed), extras

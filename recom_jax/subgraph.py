@@ -46,7 +46,9 @@ def unique_inverse(made_by: dict[int, tuple[Any, int]], values: Any, inverse: An
 
 
 @functools.lru_cache(maxsize=256)
-def _unique(shape: tuple[int, ...], dtype: str, size: int, fill: int | None) -> tuple[Any, dict[int, tuple[Any, int]]] | None:
+def _unique(
+    shape: tuple[int, ...], dtype: str, size: int, fill: int | None
+) -> tuple[Any, dict[int, tuple[Any, int]]] | None:
     from recom_jax.trace import flatten
 
     def reference(ids: Any) -> Any:
@@ -65,14 +67,22 @@ def producers(eqns: Sequence[Any]) -> dict[int, tuple[Any, int]]:
     return {id(v): (e, k) for e in eqns for k, v in enumerate(e.outvars)}
 
 
-def _match(made_by: dict[int, tuple[Any, int]], made: dict[int, tuple[Any, int]], actual: Sequence[Any],
-           reference: Sequence[Any], hole: Any) -> Any | None:
+def _match(
+    made_by: dict[int, tuple[Any, int]],
+    made: dict[int, tuple[Any, int]],
+    actual: Sequence[Any],
+    reference: Sequence[Any],
+    hole: Any,
+) -> Any | None:
     """What stands for `hole`, the reference's input, if the graphs are equal; else None."""
     bound: dict[int, Any] = {}
 
+    def same_literal(a: Any, r: Any) -> bool:
+        return bool(a.aval.dtype == r.aval.dtype and a.val == r.val)
+
     def same(a: Any, r: Any) -> bool:
         if isinstance(r, compat.Literal):
-            return isinstance(a, compat.Literal) and a.aval.dtype == r.aval.dtype and bool(a.val == r.val)
+            return isinstance(a, compat.Literal) and same_literal(a, r)
         if isinstance(a, compat.Literal):
             return False
         if id(r) in bound:
@@ -83,11 +93,14 @@ def _match(made_by: dict[int, tuple[Any, int]], made: dict[int, tuple[Any, int]]
         if id(a) not in made_by or id(r) not in made:
             return False
         (ea, ka), (er, kr) = made_by[id(a)], made[id(r)]
-        return bool(ka == kr and ea.primitive.name == er.primitive.name and len(ea.invars) == len(er.invars)
-                    and str(ea.params) == str(er.params) and all(map(same, ea.invars, er.invars)))
+        return bool(
+            ka == kr
+            and ea.primitive.name == er.primitive.name
+            and len(ea.invars) == len(er.invars)
+            and str(ea.params) == str(er.params)
+            and all(map(same, ea.invars, er.invars))
+        )
 
     if all(map(same, actual, reference)):
         return bound.get(id(hole))
     return None
-
-

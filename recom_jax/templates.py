@@ -64,7 +64,9 @@ def _match(name: str, closed: Any) -> Search | None:
         for side in sides:
             if _body(name, side, method, sizes) == text:
                 boundaries = 0 if name == "searchsorted" else 1
-                return Search(name, side, method.replace("scan_unrolled", "scan"), boundaries, 1 - boundaries)
+                return Search(
+                    name, side, method.replace("scan_unrolled", "scan"), boundaries, 1 - boundaries
+                )
     return None
 
 

@@ -58,7 +58,9 @@ def flatten(closed: Any) -> Any:
     eqns = live(flat.eqns, outvars)
     used = {id(v) for e in eqns for v in e.invars} | {id(v) for v in outvars}
     kept = [(v, c) for v, c in zip(constvars, consts, strict=True) if id(v) in used]
-    return compat.closed([v for v, _ in kept], jaxpr.invars, outvars, eqns, [c for _, c in kept], jaxpr)
+    return compat.closed(
+        [v for v, _ in kept], jaxpr.invars, outvars, eqns, [c for _, c in kept], jaxpr
+    )
 
 
 def live(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
@@ -105,12 +107,16 @@ class _Inliner:
         known = self._reads_table.get(id(jaxpr))
         if known is None:
             known = any(
-                e.primitive.name in TABLE_READS or any(self.reads_table(j) for j in compat.sub_jaxprs(e))
-                for e in jaxpr.eqns)
+                e.primitive.name in TABLE_READS
+                or any(self.reads_table(j) for j in compat.sub_jaxprs(e))
+                for e in jaxpr.eqns
+            )
             self._reads_table[id(jaxpr)] = known
         return known
 
-    def run(self, jaxpr: Any, env: dict[Any, Any], rename: bool = False, source: Any = None) -> None:
+    def run(
+        self, jaxpr: Any, env: dict[Any, Any], rename: bool = False, source: Any = None
+    ) -> None:
         """Appends the equations of `jaxpr`; `env` maps its variables to the flat program's atoms.
 
         Inside a call of JAX's own (`jnp.take`), traced once and shared by all callers, equations get the
@@ -120,7 +126,7 @@ class _Inliner:
         for eqn in jaxpr.eqns:
             invars = [v if isinstance(v, literal) else env.get(v, v) for v in eqn.invars]
             if self.inlines(eqn):
-                inner = compat.inner_jaxpr(eqn)
+                inner: Any = compat.inner_jaxpr(eqn)
                 body = compat.open_jaxpr(inner)
                 scope: dict[Any, Any] = dict(zip(body.invars, invars, strict=True))
                 for var, value in zip(body.constvars, inner.consts, strict=True):

@@ -28,7 +28,9 @@ class Build:
     def op(self, name: str, *args: Any) -> ir.Expr:
         dtype = next(a.dtype for a in args if isinstance(a, ir.Expr))
         made = [a if isinstance(a, ir.Expr) else self.c(a, dtype) for a in args]
-        return self.pool.op(name, "bool" if name in ("eq", "ne", "lt", "le", "gt", "ge") else dtype, *made)
+        return self.pool.op(
+            name, "bool" if name in ("eq", "ne", "lt", "le", "gt", "ge") else dtype, *made
+        )
 
     def where(self, pred: ir.Expr, on_true: Any, on_false: Any) -> ir.Expr:
         dtype = next(a.dtype for a in (on_true, on_false) if isinstance(a, ir.Expr))
@@ -39,7 +41,12 @@ class Build:
         return self.pool.op("convert", dtype, e)
 
     def take(
-        self, idx: ir.Expr, rows: int = 10, mode: str = "clip", dtype: str = "float32", one_hot: bool = False
+        self,
+        idx: ir.Expr,
+        rows: int = 10,
+        mode: str = "clip",
+        dtype: str = "float32",
+        one_hot: bool = False,
     ) -> ir.Expr:
         fill = float("nan") if mode == "fill" else 0
         return self.pool.take(
@@ -65,11 +72,17 @@ class Build:
 
     def floor_div(self, x: ir.Expr, c: int) -> ir.Expr:
         q = self.op("div", x, c)
-        uneven = self.op("and", self.op("ne", self.op("sign", x), 1), self.op("ne", self.op("rem", x, c), 0))
+        uneven = self.op(
+            "and", self.op("ne", self.op("sign", x), 1), self.op("ne", self.op("rem", x, c), 0)
+        )
         return self.where(uneven, self.op("sub", q, 1), q)
 
     def rewritten(
-        self, e: ir.Expr, only: str | None = None, without: str | None = None, constants: dict[int, Any] | None = None
+        self,
+        e: ir.Expr,
+        only: str | None = None,
+        without: str | None = None,
+        constants: dict[int, Any] | None = None,
     ) -> ir.Expr:
         off = frozenset() if only is None else NAMES - {only}
         off |= frozenset() if without is None else {without}
@@ -97,7 +110,9 @@ def _evaluate(e: ir.Expr, env: dict[str, Any], memo: dict[int, Any]) -> Any:
         out = env[e.var]
     elif isinstance(e, ir.Take):
         rows = env["t"][: e.rows, 0]
-        idx = np.asarray(_evaluate(e.idx, env, memo)).astype(object if e.idx.dtype == "uint64" else np.int64)
+        idx = np.asarray(_evaluate(e.idx, env, memo)).astype(
+            object if e.idx.dtype == "uint64" else np.int64
+        )
         out = np.resize(rows, e.rows)[np.clip(idx, 0, e.rows - 1).astype(np.int64)]
         if e.mode == "fill":
             out = np.where((idx >= 0) & (idx < e.rows), out, np.asarray(e.fill, e.dtype))
@@ -127,13 +142,20 @@ def _apply(e: ir.Op, args: Sequence[Any]) -> Any:
             }[e.name],
         )(*args)
     if e.name in ("and", "or", "xor", "not"):
-        return getattr(np, {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "invert"}[e.name])(
-            *args
-        )
+        return getattr(
+            np,
+            {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "invert"}[
+                e.name
+            ],
+        )(*args)
     if ir.is_float(of):
-        return {"add": np.add, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum}[e.name](
-            *args
-        ).astype(e.dtype)
+        return {
+            "add": np.add,
+            "mul": np.multiply,
+            "div": np.divide,
+            "max": np.maximum,
+            "min": np.minimum,
+        }[e.name](*args).astype(e.dtype)
     bits = np.dtype(of).itemsize * 8
     wide = [np.asarray(a).astype(np.int64) for a in args]
     x, y = wide[0], wide[-1]
@@ -173,7 +195,8 @@ def same_bits(a: Any, b: Any) -> bool:
 EVERY_INT8 = np.arange(-128, 128, dtype=np.int8)
 PAIRS = tuple(a.reshape(-1) for a in np.meshgrid(EVERY_INT8, EVERY_INT8))
 ODD_FLOATS = np.array(
-    [0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 3.0, np.nan, np.inf, -np.inf, 1e-3, 16777217.0, 65504.0], np.float32
+    [0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 3.0, np.nan, np.inf, -np.inf, 1e-3, 16777217.0, 65504.0],
+    np.float32,
 )
 TABLE = np.concatenate([ODD_FLOATS, np.arange(20, dtype=np.float32)])[:, None]
 
@@ -189,7 +212,9 @@ def inputs(dtype: str, rng: random.Random, n: int) -> np.ndarray[Any, Any]:
     near = r.integers(max(-20, info.min), min(info.max, 130) + 1, n)
     anything = r.integers(info.min, info.max, n, dtype=dtype, endpoint=True)
     ends = r.choice(np.array([info.min, info.min + 1, info.max, info.max - 1, 0], dtype), n)
-    return np.where(r.random(n) < 0.5, near.astype(dtype), np.where(r.random(n) < 0.5, anything, ends))
+    return np.where(
+        r.random(n) < 0.5, near.astype(dtype), np.where(r.random(n) < 0.5, anything, ends)
+    )
 
 
 def free_variables(e: ir.Expr) -> dict[str, str]:

@@ -40,22 +40,34 @@ class Bag:
     def tolerance(self, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         size = self.magnitude
         if size is None:
-            size = jax.jit(fn)(*[jax.tree.map(jnp.abs, a) if k in self.absolute else a
-                                 for k, a in enumerate(args)])
+            size = jax.jit(fn)(
+                *[jax.tree.map(jnp.abs, a) if k in self.absolute else a for k, a in enumerate(args)]
+            )
         return jax.tree.map(
-            lambda m: 2 * (self.n + 6) * EPS * np.abs(np.asarray(m, np.float64)) + 1e-37, size)
+            lambda m: 2 * (self.n + 6) * EPS * np.abs(np.asarray(m, np.float64)) + 1e-37, size
+        )
 
 
-def run(fn: Callable[..., Any], *args: Any, options: recom_jax.Options = VERIFY,
-        **keywords: Any) -> tuple[Any, recom_jax.Report]:
+def run(
+    fn: Callable[..., Any], *args: Any, options: recom_jax.Options = VERIFY, **keywords: Any
+) -> tuple[Any, recom_jax.Report]:
     """The optimized function's result and its report."""
     optimized = recom_jax.optimize(fn, options=options, **keywords)
     return optimized(*args), optimized.explain(*args)
 
 
-def check(fn: Callable[..., Any], *args: Any, columns: int | None = None, fused: int | None = None,
-          calls: int | None = 1, bound: Any = None, leaves_gather: bool = False, leaves_while: bool = False,
-          options: recom_jax.Options = VERIFY, **keywords: Any) -> recom_jax.Report:
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    columns: int | None = None,
+    fused: int | None = None,
+    calls: int | None = 1,
+    bound: Any = None,
+    leaves_gather: bool = False,
+    leaves_while: bool = False,
+    options: recom_jax.Options = VERIFY,
+    **keywords: Any,
+) -> recom_jax.Report:
     """`optimize(fn)(*args)` equals `jax.jit(fn)(*args)`, and runs fused.
 
     Args:
@@ -84,7 +96,9 @@ def check(fn: Callable[..., Any], *args: Any, columns: int | None = None, fused:
     return report
 
 
-def check_report(report: recom_jax.Report, columns: int | None, fused: int | None, calls: int | None) -> None:
+def check_report(
+    report: recom_jax.Report, columns: int | None, fused: int | None, calls: int | None
+) -> None:
     """The numbers of the contract, and a reason for every column left in XLA."""
     text = report.to_text(limit=None)
     if columns is None:
@@ -107,11 +121,17 @@ def assert_same(actual: Any, expected: Any, tolerance: Any = None) -> None:
         bounds: list[Any] = [tolerance] * len(want)
     else:
         bounds = []  # `tolerance` is a prefix of the result's tree; None is a leaf of it
-        jax.tree.map(lambda t, e: bounds.extend([t] * len(jax.tree.leaves(e))), tolerance, expected,
-                     is_leaf=lambda t: t is None)
-    wrong = [f"result{jax.tree_util.keystr(path)}: {why}"
-             for (path, a), e, b in zip(got, want, bounds, strict=True)
-             if (why := difference(a, e, b)) is not None]
+        jax.tree.map(
+            lambda t, e: bounds.extend([t] * len(jax.tree.leaves(e))),
+            tolerance,
+            expected,
+            is_leaf=lambda t: t is None,
+        )
+    wrong = [
+        f"result{jax.tree_util.keystr(path)}: {why}"
+        for (path, a), e, b in zip(got, want, bounds, strict=True)
+        if (why := difference(a, e, b)) is not None
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -141,9 +161,15 @@ def difference(a: Any, e: Any, bound: Any = None) -> str | None:
     if not np.any(bad):
         return None
     where = tuple(int(k[0]) for k in np.nonzero(np.atleast_1d(bad)))
-    limit = "" if bound is None else f" (bound {np.broadcast_to(bound, np.shape(x))[where if x.ndim else ()]})"
-    return (f"{int(np.sum(bad))} of {bad.size} values differ, first at {where}: "
-            f"{np.atleast_1d(x)[where]!r} is not {np.atleast_1d(y)[where]!r}{limit}")
+    limit = (
+        ""
+        if bound is None
+        else f" (bound {np.broadcast_to(bound, np.shape(x))[where if x.ndim else ()]})"
+    )
+    return (
+        f"{int(np.sum(bad))} of {bad.size} values differ, first at {where}: "
+        f"{np.atleast_1d(x)[where]!r} is not {np.atleast_1d(y)[where]!r}{limit}"
+    )
 
 
 def table(rows: int, dim: int, dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
@@ -158,16 +184,33 @@ def table(rows: int, dim: int, dtype: Any = jnp.float32, seed: int = 0) -> jax.A
     return jnp.asarray(rng.normal(size=(rows, dim)) * 4).astype(dtype)
 
 
-def ids(shape: int | tuple[int, ...], rows: int, seed: int = 0, dtype: Any = np.int32, odd: bool = False) -> Any:
+def ids(
+    shape: int | tuple[int, ...], rows: int, seed: int = 0, dtype: Any = np.int32, odd: bool = False
+) -> Any:
     """Row numbers; `odd` adds negative, too large and huge ones as far as the dtype has them."""
     rng = np.random.default_rng([seed, rows])
     out = rng.integers(0, max(rows, 1), shape)
     if odd and out.size:
         info = np.iinfo(dtype)
-        strange = [v for v in (-1, -2, -rows, -rows - 1, rows, rows + 1, 3 * rows, info.max, info.min, 0, rows - 1)
-                   if info.min <= v <= info.max]
+        strange = [
+            v
+            for v in (
+                -1,
+                -2,
+                -rows,
+                -rows - 1,
+                rows,
+                rows + 1,
+                3 * rows,
+                info.max,
+                info.min,
+                0,
+                rows - 1,
+            )
+            if info.min <= v <= info.max
+        ]
         flat = out.reshape(-1).astype(object)  # of Python ints: no dtype holds all of them
-        at = rng.permutation(flat.size)[:max(flat.size * 2 // 3, 1)]
+        at = rng.permutation(flat.size)[: max(flat.size * 2 // 3, 1)]
         for k, where in enumerate(at):
             flat[where] = strange[k % len(strange)]
         out = flat.reshape(out.shape)

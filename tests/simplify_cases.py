@@ -53,7 +53,11 @@ CASES: dict[str, Case] = {
                 "add(%x(0;1,0), mul(3, 4))",
                 "add(%x(0;1,0), 12)",
             ),
-            (lambda b: b.op("lt", b.op("and", b.var("x"), 7), 8), "lt(and(%x(0;1,0), 7), 8)", "True"),
+            (
+                lambda b: b.op("lt", b.op("and", b.var("x"), 7), 8),
+                "lt(and(%x(0;1,0), 7), 8)",
+                "True",
+            ),
             (lambda b: b.to("bfloat16", b.c(3)), "convert<bfloat16>(3)", "3.0"),
         ),
         never=(
@@ -99,13 +103,29 @@ CASES: dict[str, Case] = {
     ),
     "identity-arithmetic": Case(
         before=(
-            (lambda b: b.op("mul", b.op("add", b.var("x"), 0), 1), "mul(add(%x(0;1,0), 0), 1)", "%x(0;1,0)"),
+            (
+                lambda b: b.op("mul", b.op("add", b.var("x"), 0), 1),
+                "mul(add(%x(0;1,0), 0), 1)",
+                "%x(0;1,0)",
+            ),
             (lambda b: b.op("and", b.var("x"), -1), "and(%x(0;1,0), -1)", "%x(0;1,0)"),
             (lambda b: b.op("and", b.var("x", "uint8"), 255), "and(%x(0;1,0), 255)", "%x(0;1,0)"),
             (lambda b: b.op("ne", b.var("m", "bool"), False), "ne(%m(0;1,0), False)", "%m(0;1,0)"),
-            (lambda b: b.op("eq", b.var("m", "bool"), False), "eq(%m(0;1,0), False)", "not(%m(0;1,0))"),
-            (lambda b: b.op("not", b.op("not", b.var("m", "bool"))), "not(not(%m(0;1,0)))", "%m(0;1,0)"),
-            (lambda b: b.op("not", b.op("le", b.var("x"), 3)), "not(le(%x(0;1,0), 3))", "gt(%x(0;1,0), 3)"),
+            (
+                lambda b: b.op("eq", b.var("m", "bool"), False),
+                "eq(%m(0;1,0), False)",
+                "not(%m(0;1,0))",
+            ),
+            (
+                lambda b: b.op("not", b.op("not", b.var("m", "bool"))),
+                "not(not(%m(0;1,0)))",
+                "%m(0;1,0)",
+            ),
+            (
+                lambda b: b.op("not", b.op("le", b.var("x"), 3)),
+                "not(le(%x(0;1,0), 3))",
+                "gt(%x(0;1,0), 3)",
+            ),
         ),
         never=(
             lambda b: b.op("add", b.var("x", "float32"), 0.0),  # -0.0 + 0.0 is 0.0
@@ -166,7 +186,11 @@ CASES: dict[str, Case] = {
         ),
         never=(
             lambda b: b.op("and", b.op("ge", b.var("x"), 0), b.op("ne", b.var("x"), 0)),
-            lambda b: b.op("and", b.op("lt", b.var("f", "float32"), 0.0), b.op("ne", b.var("f", "float32"), 0.0)),
+            lambda b: b.op(
+                "and",
+                b.op("lt", b.var("f", "float32"), 0.0),
+                b.op("ne", b.var("f", "float32"), 0.0),
+            ),
             lambda b: b.op("and", b.op("lt", b.var("x"), 0), b.op("ne", b.var("y"), 0)),
         ),
         model=lambda t, x: t[x % 100],
@@ -188,7 +212,9 @@ CASES: dict[str, Case] = {
         never=(
             lambda b: b.op("max", b.op("and", b.var("x"), 7), 1),
             lambda b: b.op("min", b.op("and", b.var("x"), 7), 6),
-            lambda b: b.op("max", b.to("float32", b.op("and", b.var("x"), 7)), 0.0),  # which zero it is
+            lambda b: b.op(
+                "max", b.to("float32", b.op("and", b.var("x"), 7)), 0.0
+            ),  # which zero it is
             lambda b: b.op("max", b.var("f", "float32"), float("nan")),
             lambda b: b.op("max", b.op("abs", b.var("x")), 0),
         ),
@@ -218,7 +244,11 @@ CASES: dict[str, Case] = {
     ),
     "rem-power-of-two": Case(
         before=(
-            (lambda b: b.op("rem", b.var("x", "uint8"), 64), "rem(%x(0;1,0), 64)", "and(%x(0;1,0), 63)"),
+            (
+                lambda b: b.op("rem", b.var("x", "uint8"), 64),
+                "rem(%x(0;1,0), 64)",
+                "and(%x(0;1,0), 63)",
+            ),
             (
                 lambda b: b.op("rem", b.op("max", b.var("x"), 0), 64),
                 "rem(max(%x(0;1,0), 0), 64)",
@@ -235,7 +265,13 @@ CASES: dict[str, Case] = {
         args=lambda: (T64, odd_ids()),
     ),
     "div-power-of-two": Case(
-        before=((lambda b: b.op("div", b.var("x", "uint8"), 16), "div(%x(0;1,0), 16)", "shr_l(%x(0;1,0), 4)"),),
+        before=(
+            (
+                lambda b: b.op("div", b.var("x", "uint8"), 16),
+                "div(%x(0;1,0), 16)",
+                "shr_l(%x(0;1,0), 4)",
+            ),
+        ),
         never=(
             lambda b: b.op("div", b.var("x"), 16),
             lambda b: b.op("div", b.var("x", "uint8"), 12),
@@ -265,20 +301,28 @@ CASES: dict[str, Case] = {
     "merge-masks": Case(
         before=(
             (
-                lambda b: b.where(b.var("m", "bool"), b.where(b.var("n", "bool"), b.var("x"), 0), 0),
+                lambda b: b.where(
+                    b.var("m", "bool"), b.where(b.var("n", "bool"), b.var("x"), 0), 0
+                ),
                 "select(%m(0;1,0), 0, select(%n(0;1,0), 0, %x(0;1,0)))",
                 "select(and(%m(0;1,0), %n(0;1,0)), 0, %x(0;1,0))",
             ),
             (
-                lambda b: b.where(b.var("m", "bool"), 0, b.where(b.var("n", "bool"), 0, b.var("x"))),
+                lambda b: b.where(
+                    b.var("m", "bool"), 0, b.where(b.var("n", "bool"), 0, b.var("x"))
+                ),
                 "select(%m(0;1,0), select(%n(0;1,0), %x(0;1,0), 0), 0)",
                 "select(or(%m(0;1,0), %n(0;1,0)), %x(0;1,0), 0)",
             ),
         ),
         never=(
             lambda b: b.where(b.var("m", "bool"), b.where(b.var("n", "bool"), b.var("x"), 0), 1),
-            lambda b: b.where(b.var("m", "bool"), b.where(b.var("n", "bool"), b.var("f", "float32"), 0.0), -0.0),
-            lambda b: b.where(b.var("m", "bool"), b.where(b.var("n", "bool"), b.var("x"), b.var("y")), b.var("y")),
+            lambda b: b.where(
+                b.var("m", "bool"), b.where(b.var("n", "bool"), b.var("f", "float32"), 0.0), -0.0
+            ),
+            lambda b: b.where(
+                b.var("m", "bool"), b.where(b.var("n", "bool"), b.var("x"), b.var("y")), b.var("y")
+            ),
         ),
         model=lambda t, x: masked(t, x, x >= 0, jnp.where((x < 50)[..., None], t[x], 0)),
         args=lambda: (T, odd_ids()),
@@ -316,20 +360,32 @@ CASES: dict[str, Case] = {
         before=(
             (
                 lambda b: b.op(
-                    "mul", b.where(b.var("m", "bool"), b.take(b.var("x")), 0.0), b.to("float32", b.var("n", "bool"))
+                    "mul",
+                    b.where(b.var("m", "bool"), b.take(b.var("x")), 0.0),
+                    b.to("float32", b.var("n", "bool")),
                 ),
                 "mul(select(%m(0;1,0), 0.0, %t[%x(0;1,0); clip](0;0,1)), convert<float32>(%n(0;1,0)))",
                 "select(%m(0;1,0), 0.0, mul(%t[%x(0;1,0); clip](0;0,1), convert<float32>(%n(0;1,0))))",
             ),
         ),
         never=(
-            lambda b: b.op("mul", b.where(b.var("m", "bool"), b.take(b.var("x")), 0.0), b.var("w", "float32")),
             lambda b: b.op(
-                "mul", b.where(b.var("m", "bool"), b.take(b.var("x")), -0.0), b.to("float32", b.var("n", "bool"))
+                "mul", b.where(b.var("m", "bool"), b.take(b.var("x")), 0.0), b.var("w", "float32")
+            ),
+            lambda b: b.op(
+                "mul",
+                b.where(b.var("m", "bool"), b.take(b.var("x")), -0.0),
+                b.to("float32", b.var("n", "bool")),
             ),
             lambda b: b.op("mul", b.where(b.var("m", "bool"), b.take(b.var("x")), 0.0), -2.0),
-            lambda b: b.op("mul", b.where(b.var("m", "bool"), b.take(b.var("x")), 0.0), float("inf")),
-            lambda b: b.op("mul", b.where(b.var("m", "bool"), b.take(b.var("x")), 0.0), b.to("float32", b.var("x"))),
+            lambda b: b.op(
+                "mul", b.where(b.var("m", "bool"), b.take(b.var("x")), 0.0), float("inf")
+            ),
+            lambda b: b.op(
+                "mul",
+                b.where(b.var("m", "bool"), b.take(b.var("x")), 0.0),
+                b.to("float32", b.var("x")),
+            ),
         ),
         model=lambda t, x: (jnp.where((x > 0)[..., None], t[x], 0) * (x > 0)[..., None]).sum(1),
         args=lambda: (T, odd_ids()),
@@ -338,15 +394,24 @@ CASES: dict[str, Case] = {
     "convert-under-mask": Case(
         before=(
             (
-                lambda b: b.to("float32", b.where(b.var("m", "bool"), b.take(b.var("x"), dtype="bfloat16"), 0.0)),
+                lambda b: b.to(
+                    "float32",
+                    b.where(b.var("m", "bool"), b.take(b.var("x"), dtype="bfloat16"), 0.0),
+                ),
                 "convert<float32>(select(%m(0;1,0), 0.0, %t[%x(0;1,0); clip](0;0,1)))",
                 "select(%m(0;1,0), 0.0, convert<float32>(%t[%x(0;1,0); clip](0;0,1)))",
             ),
         ),
         never=(
-            lambda b: b.to("float32", b.where(b.var("m", "bool"), b.take(b.var("x"), dtype="bfloat16"), 1.0)),
-            lambda b: b.to("float32", b.where(b.var("m", "bool"), b.take(b.var("x"), dtype="bfloat16"), -0.0)),
-            lambda b: b.to("int32", b.where(b.var("m", "bool"), b.take(b.var("x"), dtype="float32"), 0.0)),
+            lambda b: b.to(
+                "float32", b.where(b.var("m", "bool"), b.take(b.var("x"), dtype="bfloat16"), 1.0)
+            ),
+            lambda b: b.to(
+                "float32", b.where(b.var("m", "bool"), b.take(b.var("x"), dtype="bfloat16"), -0.0)
+            ),
+            lambda b: b.to(
+                "int32", b.where(b.var("m", "bool"), b.take(b.var("x"), dtype="float32"), 0.0)
+            ),
         ),
         model=lambda t, x: masked(t.astype(jnp.bfloat16), x, x > 0).astype(jnp.float32),
         args=lambda: (T, odd_ids()),
@@ -447,7 +512,9 @@ CONTEXT_CASES: dict[str, Case] = {
         before=(
             (
                 lambda b: b.where(
-                    b.op("ge", b.var("x"), 0), b.take(b.where(b.op("ge", b.var("x"), 0), b.var("x"), 3)), 0.0
+                    b.op("ge", b.var("x"), 0),
+                    b.take(b.where(b.op("ge", b.var("x"), 0), b.var("x"), 3)),
+                    0.0,
                 ),
                 f"select({MASK}, 0.0, %t[select({MASK}, 3, %x(0;1,0)); clip](0;0,1))",
                 f"select({MASK}, 0.0, %t[%x(0;1,0); clip](0;0,1))",
@@ -455,27 +522,35 @@ CONTEXT_CASES: dict[str, Case] = {
             (
                 lambda b: b.where(
                     b.var("m", "bool"),
-                    b.take(b.op("rem", b.where(b.var("m", "bool"), b.var("x"), 3), 10), mode="fill"),
+                    b.take(
+                        b.op("rem", b.where(b.var("m", "bool"), b.var("x"), 3), 10), mode="fill"
+                    ),
                     0.0,
                 ),
                 "select(%m(0;1,0), 0.0, %t[rem(select(%m(0;1,0), 3, %x(0;1,0)), 10); fill nan](0;0,1))",
                 "select(%m(0;1,0), 0.0, %t[rem(%x(0;1,0), 10); fill nan](0;0,1))",
             ),
             (
-                lambda b: b.where(b.var("m", "bool"), 0.0, b.take(b.where(b.var("m", "bool"), 3, b.var("x")))),
+                lambda b: b.where(
+                    b.var("m", "bool"), 0.0, b.take(b.where(b.var("m", "bool"), 3, b.var("x")))
+                ),
                 "select(%m(0;1,0), %t[select(%m(0;1,0), %x(0;1,0), 3); clip](0;0,1), 0.0)",
                 "select(%m(0;1,0), %t[%x(0;1,0); clip](0;0,1), 0.0)",
             ),
         ),
         never=(
-            lambda b: b.where(b.var("m", "bool"), b.take(b.where(b.var("n", "bool"), b.var("x"), 3)), 0.0),
+            lambda b: b.where(
+                b.var("m", "bool"), b.take(b.where(b.var("n", "bool"), b.var("x"), 3)), 0.0
+            ),
             lambda b: b.where(
                 b.op("or", b.var("m", "bool"), b.var("n", "bool")),
                 b.take(b.where(b.var("m", "bool"), b.var("x"), 3)),
                 0.0,
             ),
             lambda b: b.op(
-                "mul", b.take(b.where(b.var("m", "bool"), b.var("x"), 3)), b.to("float32", b.var("m", "bool"))
+                "mul",
+                b.take(b.where(b.var("m", "bool"), b.var("x"), 3)),
+                b.to("float32", b.var("m", "bool")),
             ),
             # another index space: inside the bag the mask is no longer the one outside
             lambda b: b.where(
@@ -500,9 +575,15 @@ CONTEXT_CASES: dict[str, Case] = {
             lambda b: b.where(b.op("ge", b.var("x"), -2), b.take(b.wrap(b.var("x"), 10)), 0.0),
             lambda b: b.where(b.op("ge", b.var("y"), 0), b.take(b.wrap(b.var("x"), 10)), 0.0),
             lambda b: b.where(
-                b.op("ge", b.var("x", "uint8"), 1), b.take(b.wrap(b.to("int8", b.var("x", "uint8")), 10)), 0.0
+                b.op("ge", b.var("x", "uint8"), 1),
+                b.take(b.wrap(b.to("int8", b.var("x", "uint8")), 10)),
+                0.0,
             ),
-            lambda b: b.where(b.op("ge", b.var("f", "float32"), 0.0), b.op("max", b.var("f", "float32"), -1.0), 0.0),
+            lambda b: b.where(
+                b.op("ge", b.var("f", "float32"), 0.0),
+                b.op("max", b.var("f", "float32"), -1.0),
+                0.0,
+            ),
         ),
         model=lambda t, x: masked(t, x, x >= 0),
         args=lambda: (T, odd_ids()),

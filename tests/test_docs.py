@@ -46,10 +46,14 @@ def test_the_page_names_its_blocks() -> None:
     assert names == ["source", "trace", "detect", "simplify", "rewrites", "program0", "splice"]
 
 
-@pytest.mark.parametrize("name", ["source", "trace", "detect", "simplify", "rewrites", "program0", "splice"])
+@pytest.mark.parametrize(
+    "name", ["source", "trace", "detect", "simplify", "rewrites", "program0", "splice"]
+)
 def test_printed_form(name: str) -> None:
     if name == "trace" and not jax.__version__.startswith("0.10."):
-        pytest.skip("a jaxpr prints differently in each version of JAX; the page shows the oldest's")
+        pytest.skip(
+            "a jaxpr prints differently in each version of JAX; the page shows the oldest's"
+        )
     (shown,) = (m[3] for m in BLOCK.finditer(PAGE.read_text()) if m[2] == name)
     assert shown == printed()[name] + "\n", "python -m tests.test_docs --regenerate"
 
@@ -62,9 +66,10 @@ def test_named_files_exist() -> None:
     """Every file of ours that the page names."""
     root = PAGE.parent.parent
     for name in re.findall(r"`([\w/]+\.(?:py|md|cc))`", PAGE.read_text()):
-        assert any((root / folder / name).exists() for folder in ("", "recom_jax", "docs", "recom_jax/simplify")), (
-            name
-        )
+        assert any(
+            (root / folder / name).exists()
+            for folder in ("", "recom_jax", "docs", "recom_jax/simplify")
+        ), name
 
 
 def regenerate() -> None:

@@ -37,13 +37,18 @@ def raised(fn: Callable[[], Any]) -> Exception:
     return caught.value
 
 
-def ours_and_theirs(fn: Callable[..., Any], *args: Any, bound: int = 1, where: str = "all") -> list[Exception]:
+def ours_and_theirs(
+    fn: Callable[..., Any], *args: Any, bound: int = 1, where: str = "all"
+) -> list[Exception]:
     """Each way in raises ours, of the type plain JAX raises for the same arguments."""
     model = recom_jax.optimize(fn)
     theirs = raised(lambda: jax.jit(fn)(*args))
-    ways: dict[str, Callable[[], Any]] = {"call": lambda: model(*args), "lower": lambda: model.lower(*args),
-                                          "explain": lambda: model.explain(*args),
-                                          "bind": lambda: model.bind(*args[:bound])(*args[bound:])}
+    ways: dict[str, Callable[[], Any]] = {
+        "call": lambda: model(*args),
+        "lower": lambda: model.lower(*args),
+        "explain": lambda: model.explain(*args),
+        "bind": lambda: model.bind(*args[:bound])(*args[bound:]),
+    }
     found = []
     for name, way in ways.items():
         if where != "all" and name not in where:
@@ -69,18 +74,30 @@ def test_arity(args: Any) -> None:
 
 def test_unknown_keyword() -> None:
     model = recom_jax.optimize(lookup)
-    for way in (lambda: model(TABLE, {"ids": IDS}, mode=1), lambda: model.bind(TABLE)({"ids": IDS}, mode=1),
-                lambda: model.explain(TABLE, {"ids": IDS}, mode=1), lambda: model.bind(TABLE, {"ids": IDS}, 1)):
+    for way in (
+        lambda: model(TABLE, {"ids": IDS}, mode=1),
+        lambda: model.bind(TABLE)({"ids": IDS}, mode=1),
+        lambda: model.explain(TABLE, {"ids": IDS}, mode=1),
+        lambda: model.bind(TABLE, {"ids": IDS}, 1),
+    ):
         error = raised(way)
         assert isinstance(error, (ArgumentError, BindTypeError))
         assert isinstance(error, TypeError)
 
 
-@pytest.mark.parametrize(("leaf", "text"), [
-    ("user", "str 'user'"), (object(), "object"), (np.array(["a", "b"]), "dtype <U1"), ({1, 2}, "set"),
-    (np.array([1, None]), "dtype object"), (np.array(["2020-01-01"], "datetime64[D]"), "datetime64"),
-    (np.array([1, 2], ">i4"), "native byte order.*>i4"), (b"x", "bytes"),
-])
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        ("user", "str 'user'"),
+        (object(), "object"),
+        (np.array(["a", "b"]), "dtype <U1"),
+        ({1, 2}, "set"),
+        (np.array([1, None]), "dtype object"),
+        (np.array(["2020-01-01"], "datetime64[D]"), "datetime64"),
+        (np.array([1, 2], ">i4"), "native byte order.*>i4"),
+        (b"x", "bytes"),
+    ],
+)
 def test_leaves_that_are_no_arrays(leaf: Any, text: str) -> None:
     for error in ours_and_theirs(lookup, TABLE, {"ids": leaf}):
         assert isinstance(error, (ArgumentError, BatchTypeError))
@@ -135,7 +152,7 @@ def test_float_ids(fn: Any) -> None:
         assert f"{__file__}:{line}, in {fn.__name__}" in str(error)
 
 
-@pytest.mark.parametrize("ids", [[-1, -10, -11, 10, 99, 2**31 - 1, -2**31], [], [[1], [2]]])
+@pytest.mark.parametrize("ids", [[-1, -10, -11, 10, 99, 2**31 - 1, -(2**31)], [], [[1], [2]]])
 def test_odd_ids_are_plain_jaxs_numbers(ids: Any) -> None:
     batch = {"ids": np.array(ids, np.int32)}
     want = np.asarray(jax.jit(lookup)(TABLE, batch))
@@ -204,11 +221,23 @@ class SlottedError(Exception):
         self.code = code
 
 
-@pytest.mark.parametrize("error", [
-    KeyError("age"), ValueError("bad"), OddError(3, detail="d"), SlottedError(4), OSError(2, "gone"), StopIteration(1),
-    UnicodeDecodeError("utf8", b"x", 0, 1, "why"), ZeroDivisionError(), AssertionError("x", 1), LookupError("l"),
-    ExceptionGroup("several", [ValueError(1)]), NotImplementedError("not yet"),
-])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("age"),
+        ValueError("bad"),
+        OddError(3, detail="d"),
+        SlottedError(4),
+        OSError(2, "gone"),
+        StopIteration(1),
+        UnicodeDecodeError("utf8", b"x", 0, 1, "why"),
+        ZeroDivisionError(),
+        AssertionError("x", 1),
+        LookupError("l"),
+        ExceptionGroup("several", [ValueError(1)]),
+        NotImplementedError("not yet"),
+    ],
+)
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_users_exceptions_keep_their_type(error: Exception, nested: bool) -> None:
     def fails(x: Any) -> Any:
@@ -219,11 +248,15 @@ def test_the_users_exceptions_keep_their_type(error: Exception, nested: bool) ->
 
     model = recom_jax.optimize(fn)
     plain = type(raised(lambda: jax.jit(fn)(TABLE, {"ids": IDS})))
-    for way in (lambda: model(TABLE, {"ids": IDS}), lambda: model.bind(TABLE)({"ids": IDS}),
-                lambda: model.explain(TABLE, {"ids": IDS}), lambda: model.lower(TABLE, {"ids": IDS}),
-                lambda: jax.grad(lambda t: model(t, {"ids": IDS}).sum())(TABLE),
-                lambda: jax.vmap(lambda i: model(TABLE, {"ids": i}))(IDS),
-                lambda: jax.jit(model)(TABLE, {"ids": IDS})):
+    for way in (
+        lambda: model(TABLE, {"ids": IDS}),
+        lambda: model.bind(TABLE)({"ids": IDS}),
+        lambda: model.explain(TABLE, {"ids": IDS}),
+        lambda: model.lower(TABLE, {"ids": IDS}),
+        lambda: jax.grad(lambda t: model(t, {"ids": IDS}).sum())(TABLE),
+        lambda: jax.vmap(lambda i: model(TABLE, {"ids": i}))(IDS),
+        lambda: jax.jit(model)(TABLE, {"ids": IDS}),
+    ):
         got = raised(way)
         assert isinstance(got, plain)
         assert got.args == error.args or got is not error
@@ -236,7 +269,9 @@ def test_the_users_exceptions_keep_their_type(error: Exception, nested: bool) ->
         assert got.__cause__ is error
         assert str(error) in text
         assert "recom_jax: while tracing fn(table: float32[10,4], batch['ids']: " in text
-        assert f"{__file__}:{fails.__code__.co_firstlineno + 1}, in fails: raise error  # here" in text
+        assert (
+            f"{__file__}:{fails.__code__.co_firstlineno + 1}, in fails: raise error  # here" in text
+        )
         assert text.count("recom_jax: ") == 1
         if isinstance(error, OddError):
             assert isinstance(got, OddError)
@@ -265,7 +300,7 @@ def test_control_flow_on_a_traced_value() -> None:
 
     for error in ours_and_theirs(fn, TABLE, {"ids": IDS}):
         assert isinstance(error, jax.errors.TracerBoolConversionError)
-        assert "if batch[\"ids\"][0] > 0" in str(error)
+        assert 'if batch["ids"][0] > 0' in str(error)
 
 
 def test_a_missing_key() -> None:
@@ -288,10 +323,12 @@ def test_results_that_are_no_arrays() -> None:
 
 
 def test_decorator_misuse() -> None:
-    for way, text in [(lambda: recom_jax.optimize(3), "takes a function"),
-                      (lambda: recom_jax.optimize(lookup, options="fast"), "Options"),
-                      (lambda: recom_jax.optimize(lookup, static_argnums=5), "2 positional parameters"),
-                      (lambda: recom_jax.optimize(lookup, static_argnames="mode"), "no such parameter")]:
+    for way, text in [
+        (lambda: recom_jax.optimize(3), "takes a function"),
+        (lambda: recom_jax.optimize(lookup, options="fast"), "Options"),
+        (lambda: recom_jax.optimize(lookup, static_argnums=5), "2 positional parameters"),
+        (lambda: recom_jax.optimize(lookup, static_argnames="mode"), "no such parameter"),
+    ]:
         error = raised(way)
         assert isinstance(error, ArgumentError)
         assert text in str(error)

@@ -21,7 +21,9 @@ I1 = I2[:, 0]
 
 
 def explain(fn: Callable[..., Any], *args: Any, **options: Any) -> Report:
-    report = recom_jax.optimize(fn, options=recom_jax.Options(verify=True, **options)).explain(*args)
+    report = recom_jax.optimize(fn, options=recom_jax.Options(verify=True, **options)).explain(
+        *args
+    )
     assert isinstance(report, Report)
     return report
 
@@ -68,7 +70,11 @@ def test_fields() -> None:
     )
     assert "facts-under-mask" in mean.rewrites
     assert "rem(" in mean.ids
-    assert (best.name, best.combiner, best.source) == ("params['items']#1", "max", line_of(model, "best ="))
+    assert (best.name, best.combiner, best.source) == (
+        "params['items']#1",
+        "max",
+        line_of(model, "best ="),
+    )
     assert (user.name, user.table, user.dim, user.rows, user.combiner) == (
         "params['users']",
         "params['users']",
@@ -91,8 +97,16 @@ def test_fields() -> None:
         ("mean", lambda t, i: t[i].mean(1)),
         ("sum", lambda t, i: (t[i] * (i > 0)[..., None]).sum(1)),
         ("sum", lambda t, i: jnp.where((i > 0)[..., None], t[i], 0).sum(1)),
-        ("weighted sum", lambda t, i: (t[i] * jnp.sqrt(i.astype(jnp.float32) + 50)[..., None]).sum(1)),
-        ("sum", lambda t, i: jax.ops.segment_sum(t[i.reshape(-1)], jnp.repeat(jnp.arange(6), 5), num_segments=6)),
+        (
+            "weighted sum",
+            lambda t, i: (t[i] * jnp.sqrt(i.astype(jnp.float32) + 50)[..., None]).sum(1),
+        ),
+        (
+            "sum",
+            lambda t, i: jax.ops.segment_sum(
+                t[i.reshape(-1)], jnp.repeat(jnp.arange(6), 5), num_segments=6
+            ),
+        ),
         ("max", lambda t, i: jax.ops.segment_max(t[i.reshape(-1)], i.reshape(-1), num_segments=6)),
     ],
 )
@@ -109,7 +123,13 @@ def test_names() -> None:
         return tables[0][i], tables[1]["t"][i], extra[i], jnp.asarray(const)[i], tables[0][i + 1]
 
     r = recom_jax.optimize(fn).explain([T, {"t": T}], I1, extra=T)
-    assert [c.name for c in r.columns] == ["tables[0]#0", "tables[1]['t']", "extra", "constant[0]", "tables[0]#1"]
+    assert [c.name for c in r.columns] == [
+        "tables[0]#0",
+        "tables[1]['t']",
+        "extra",
+        "constant[0]",
+        "tables[0]#1",
+    ]
     assert r.num_fused == 5
 
 
@@ -176,7 +196,9 @@ def with_scan(t: Any, i: Any) -> Any:
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_source_lines_are_the_users(fn: Callable[..., Any], where: Callable[..., Any], text: str) -> None:
+def test_source_lines_are_the_users(
+    fn: Callable[..., Any], where: Callable[..., Any], text: str
+) -> None:
     (c,) = explain(fn, T, I1).columns
     assert c.source == line_of(where, text)
 
@@ -202,9 +224,9 @@ def test_source_line_of_every_call_site() -> None:
         (with_scan, "scan"),
         (lambda t, i: jax.lax.cond(i[0] > 0, lambda: t[i], lambda: t[i + 1]), "cond"),
         (
-            lambda t, i: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, t[i]), (0, jnp.zeros((6, 8))))[
-                1
-            ],
+            lambda t, i: jax.lax.while_loop(
+                lambda c: c[0] < 2, lambda c: (c[0] + 1, t[i]), (0, jnp.zeros((6, 8)))
+            )[1],
             "while",
         ),
     ],
@@ -233,7 +255,13 @@ def test_one_bad_column_is_named_and_costs_only_itself() -> None:
 
 def test_nothing_to_fuse() -> None:
     r = explain(lambda x: x * 2.0, T)
-    assert (r.num_columns, r.num_fused, r.num_custom_calls, r.columns, r.source) == (0, 0, 0, (), "")
+    assert (r.num_columns, r.num_fused, r.num_custom_calls, r.columns, r.source) == (
+        0,
+        0,
+        0,
+        (),
+        "",
+    )
     assert "nothing to fuse" in str(r)
 
 
@@ -279,7 +307,9 @@ def test_explain_of_shapes_runs_and_compiles_nothing() -> None:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (PARAMS, BATCH))
     explain(model, *shapes)  # what JAX and the templates trace once a process
     seen: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: seen.append(event))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration_secs, **_: seen.append(event)
+    )
     r = recom_jax.optimize(model).explain(*shapes)
     assert not [name for name in seen if "backend_compile" in name], seen
     jax.jit(lambda x: x * 3 + 1)(np.arange(7))

@@ -34,7 +34,12 @@ LENGTHS = (1, 3, 4, 9)
 TOTALS = (1, 12, 40)
 BATCHES = (0, 1, 2, 3, 4, 8, 17, 33)
 TABLE_DTYPES = ("float32",) * 6 + ("bfloat16", "float16", "int8", "uint8", "int32", "bool")
-SHARED = ((7, 4, "float32", 0), (50, 16, "float32", 0), (1, 9, "float32", 0), (13, 33, "bfloat16", 0))
+SHARED = (
+    (7, 4, "float32", 0),
+    (50, 16, "float32", 0),
+    (1, 9, "float32", 0),
+    (13, 33, "bfloat16", 0),
+)
 ODD_FLOATS = (0.0, -0.0, 1.0, 2.5, -1.5, 49.0, 50.0, 1e9, -1e9, np.inf, -np.inf, np.nan)
 
 
@@ -73,14 +78,23 @@ def arguments(batch: int, seed: int) -> dict[str, Any]:
     def rows(*shape: int, dtype: Any = np.int32) -> np.ndarray[Any, Any]:
         x = rng.integers(0, 50, shape)
         info = np.iinfo(dtype)
-        odd = rng.choice(np.array([max(-1, info.min), info.max, info.min, max(-50, info.min), 51]), shape)
+        odd = rng.choice(
+            np.array([max(-1, info.min), info.max, info.min, max(-50, info.min), 51]), shape
+        )
         return np.where(rng.random(shape) < 0.15, odd, x).astype(dtype)
 
     out: dict[str, Any] = {
-        "M": rows(batch, FIELDS), "X": numbers(batch, DENSE), "x0": numbers(batch), "x1": numbers(batch),
-        "like": np.zeros(batch, np.float32), "flag": rng.random(batch) < 0.5,
-        "i8": rows(batch, dtype=np.int8), "u8": rows(batch, dtype=np.uint8), "i16": rows(batch, dtype=np.int16),
-        "u32": rows(batch, dtype=np.uint32), "i32": rows(batch),
+        "M": rows(batch, FIELDS),
+        "X": numbers(batch, DENSE),
+        "x0": numbers(batch),
+        "x1": numbers(batch),
+        "like": np.zeros(batch, np.float32),
+        "flag": rng.random(batch) < 0.5,
+        "i8": rows(batch, dtype=np.int8),
+        "u8": rows(batch, dtype=np.uint8),
+        "i16": rows(batch, dtype=np.int16),
+        "u32": rows(batch, dtype=np.uint32),
+        "i32": rows(batch),
     }
     for n in LENGTHS:
         out[f"J{n}"] = rows(batch, n)
@@ -101,10 +115,16 @@ def arguments(batch: int, seed: int) -> dict[str, Any]:
 def column(k: int, seed: int) -> tuple[Column, tuple[int, int, str, int]]:
     """Column `k` of a model, and its table."""
     r = random.Random(seed)
-    spec = r.choice(SHARED) if r.random() < 0.3 else (
-        r.choice((1, 2, 5, 11, 50)) if r.random() < 0.5 else r.randint(1, 50),
-        r.choice((1, 2, 4, 8, 16, 32)) if r.random() < 0.6 else r.randint(1, 40),
-        r.choice(TABLE_DTYPES), r.randint(0, 3))
+    spec = (
+        r.choice(SHARED)
+        if r.random() < 0.3
+        else (
+            r.choice((1, 2, 5, 11, 50)) if r.random() < 0.5 else r.randint(1, 50),
+            r.choice((1, 2, 4, 8, 16, 32)) if r.random() < 0.6 else r.randint(1, 40),
+            r.choice(TABLE_DTYPES),
+            r.randint(0, 3),
+        )
+    )
     rows, dim, dtype, serial = spec
     name = f"p['t_{rows}_{dim}_{dtype}_{serial}']"
     if dtype in ("float32", "int8") and r.random() < 0.1:
@@ -118,7 +138,9 @@ def column(k: int, seed: int) -> tuple[Column, tuple[int, int, str, int]]:
     elif kind in ("lookup", "one_hot"):
         lines.append(f"i{k} = {_ids(r, *_int_source(r), rows)}")
     if kind == "one_hot":
-        return Column((*lines, f"c{k} = jax.nn.one_hot(i{k}, {rows}) @ {name}"), dim, 0.0, kind), spec
+        return Column(
+            (*lines, f"c{k} = jax.nn.one_hot(i{k}, {rows}) @ {name}"), dim, 0.0, kind
+        ), spec
     if kind in ("lookup", "bucket"):
         lines.append(f"c{k} = {_post(r, _cast(_gather(r, name, f'i{k}', dtype)), k)}")
         return Column(tuple(lines), dim, 0.0, kind), spec
@@ -127,11 +149,15 @@ def column(k: int, seed: int) -> tuple[Column, tuple[int, int, str, int]]:
     if kind == "bag":
         n = r.choice(LENGTHS)
         lines.append(f"i{k} = " + _ids(r, f"b['J{n}']", "int32", rows))
-        text, exact = _bag(r, n, finite if dtype == "int32" else _cast(_gather(r, name, f"i{k}", dtype)), finite)
+        text, exact = _bag(
+            r, n, finite if dtype == "int32" else _cast(_gather(r, name, f"i{k}", dtype)), finite
+        )
     else:
         n = r.choice(TOTALS)
         lines.append(f"i{k} = " + _ids(r, f"b['F{n}']", "int32", rows))
-        text, exact = _jagged(r, n, finite if dtype == "int32" else _cast(_gather(r, name, f"i{k}", dtype)))
+        text, exact = _jagged(
+            r, n, finite if dtype == "int32" else _cast(_gather(r, name, f"i{k}", dtype))
+        )
     lines.append(f"c{k} = {text}")
     # Weights are within 5, a bag within n: 2 * n * eps * sum |w * e| for both sides, and the post-arithmetic.
     return Column(tuple(lines), dim, 0.0 if exact else 4 * (n + 6) * EPS * n * 5 * size, kind), spec
@@ -152,7 +178,13 @@ def _int_source(r: random.Random) -> tuple[str, str]:
     if choice < 0.75:
         return "b['M'].T[::-1][3]", "int32"
     name = r.choice(("i8", "u8", "i16", "u32", "i32"))
-    return f"b[{name!r}]", {"i8": "int8", "u8": "uint8", "i16": "int16", "u32": "uint32", "i32": "int32"}[name]
+    return f"b[{name!r}]", {
+        "i8": "int8",
+        "u8": "uint8",
+        "i16": "int16",
+        "u32": "uint32",
+        "i32": "int32",
+    }[name]
 
 
 def _float_source(r: random.Random) -> str:
@@ -164,18 +196,34 @@ def _ids(r: random.Random, text: str, dtype: str, rows: int) -> str:
         text, dtype = f"({text}).astype(jnp.int32)", "int32"
     for _ in range(r.choice((0, 1, 1, 2, 3))):
         if dtype == "int32":
-            text = r.choice((
-                f"jnp.clip({text}, 0, {rows - 1})", f"({text}) % {rows}", f"({text}) // {r.randint(1, 9)}",
-                f"({text}) * {r.randint(-3, 9)}", f"({text}) + {r.randint(-9, 9)}", f"(({text}) ^ {r.randint(0, 99)})",
-                f"jnp.where(({text}) < {r.randint(0, 50)}, {text}, {r.randint(0, rows)})",
-                f"jnp.abs(jnp.maximum({text}, -99))",  # XLA itself crashes on rows of abs(INT_MIN)
-                f"jax.lax.rem({text}, jnp.int32({rows}))", f"jnp.maximum({text}, {r.randint(-2, 3)})",
-                f"((({text}).astype(jnp.uint32) * jnp.uint32(2654435761)) >> {r.randint(1, 20)})"
-                f".astype(jnp.int32)", f"(({text}) & {r.choice((7, 15, 63))})", f"-({text})", f"({text}) >> 1"))
+            text = r.choice(
+                (
+                    f"jnp.clip({text}, 0, {rows - 1})",
+                    f"({text}) % {rows}",
+                    f"({text}) // {r.randint(1, 9)}",
+                    f"({text}) * {r.randint(-3, 9)}",
+                    f"({text}) + {r.randint(-9, 9)}",
+                    f"(({text}) ^ {r.randint(0, 99)})",
+                    f"jnp.where(({text}) < {r.randint(0, 50)}, {text}, {r.randint(0, rows)})",
+                    f"jnp.abs(jnp.maximum({text}, -99))",  # XLA itself crashes on rows of abs(INT_MIN)
+                    f"jax.lax.rem({text}, jnp.int32({rows}))",
+                    f"jnp.maximum({text}, {r.randint(-2, 3)})",
+                    f"((({text}).astype(jnp.uint32) * jnp.uint32(2654435761)) >> {r.randint(1, 20)})"
+                    f".astype(jnp.int32)",
+                    f"(({text}) & {r.choice((7, 15, 63))})",
+                    f"-({text})",
+                    f"({text}) >> 1",
+                )
+            )
         elif dtype == "uint32":
-            text = r.choice((f"({text}) % jnp.uint32({rows})", f"({text}) * jnp.uint32(2246822519)",
-                             f"({text}) ^ (({text}) >> {r.randint(1, 16)})",
-                             f"jnp.minimum({text}, jnp.uint32({rows}))"))
+            text = r.choice(
+                (
+                    f"({text}) % jnp.uint32({rows})",
+                    f"({text}) * jnp.uint32(2246822519)",
+                    f"({text}) ^ (({text}) >> {r.randint(1, 16)})",
+                    f"jnp.minimum({text}, jnp.uint32({rows}))",
+                )
+            )
         else:
             break
         if len(text) > 400:
@@ -205,43 +253,87 @@ def _bucket(r: random.Random, x: str, rows: int) -> str:
 
 def _gather(r: random.Random, t: str, i: str, dtype: str) -> str:
     fill = {"bool": "True"}.get(dtype, "3")
-    return r.choice((
-        f"{t}[{i}]", f"jnp.take({t}, {i}, axis=0)", f"jnp.take({t}, {i}, axis=0, mode='clip')",
-        f"jnp.take({t}, {i}, axis=0, mode='wrap')", f"{t}.at[{i}].get(mode='fill', fill_value=0)",
-        f"jnp.take({t}, {i}, axis=0, mode='fill', fill_value={fill})" if "astype" not in t else f"{t}[{i}]",
-        f"{t}.at[{i}].get(mode='fill', fill_value=0, wrap_negative_indices=False)"))
+    return r.choice(
+        (
+            f"{t}[{i}]",
+            f"jnp.take({t}, {i}, axis=0)",
+            f"jnp.take({t}, {i}, axis=0, mode='clip')",
+            f"jnp.take({t}, {i}, axis=0, mode='wrap')",
+            f"{t}.at[{i}].get(mode='fill', fill_value=0)",
+            f"jnp.take({t}, {i}, axis=0, mode='fill', fill_value={fill})"
+            if "astype" not in t
+            else f"{t}[{i}]",
+            f"{t}.at[{i}].get(mode='fill', fill_value=0, wrap_negative_indices=False)",
+        )
+    )
 
 
 def _post(r: random.Random, e: str, k: int) -> str:
-    return r.choice((e, e, e, f"{e} * 0.5", f"jnp.where(b['flag'][:, None], {e}, 0.0)", f"jnp.maximum({e}, 0.0)",
-                     f"-{e}", f"jnp.abs({e})", f"{e} * b['x1'][:, None]", f"{e} + 1.0", f"jnp.clip({e}, -1.0, 1.0)",
-                     f"jnp.where((i{k} == 0)[:, None], 0.0, {e})", f"{e}[:, None].reshape(-1, {e}.shape[1])"))
+    return r.choice(
+        (
+            e,
+            e,
+            e,
+            f"{e} * 0.5",
+            f"jnp.where(b['flag'][:, None], {e}, 0.0)",
+            f"jnp.maximum({e}, 0.0)",
+            f"-{e}",
+            f"jnp.abs({e})",
+            f"{e} * b['x1'][:, None]",
+            f"{e} + 1.0",
+            f"jnp.clip({e}, -1.0, 1.0)",
+            f"jnp.where((i{k} == 0)[:, None], 0.0, {e})",
+            f"{e}[:, None].reshape(-1, {e}.shape[1])",
+        )
+    )
 
 
 def _bag(r: random.Random, n: int, e: str, finite: str) -> tuple[str, bool]:
     """A bag's text, and whether it is exact. XLA may turn ``x * mask`` into a select: no NaN there."""
     m, w = f"b['K{n}']", f"b['W{n}']"
-    count = r.choice((f"jnp.maximum({m}.sum(1, keepdims=True), 1)", f"jnp.maximum({m}.astype(jnp.float32).sum(1), 1.0)"
-                      "[:, None]", f"({m}.sum(1, keepdims=True) + 1e-6)", f"jnp.clip({m}.sum(1), 1, None)[:, None]"))
-    return r.choice((
-        (f"{e}.sum(1)", False), (f"{e}.mean(1)", False), (f"{e}.max(1)", True), (f"{e}.min(1)", True),
-        (f"jnp.where({m}[..., None], {e}, 0).sum(1)", False), (f"({finite} * {m}[..., None]).sum(1)", False),
-        (f"({e} * {w}[..., None]).sum(1)", False), (f"jnp.einsum('blh,bl->bh', {e}, {w})", False),
-        (f"jnp.where({m}[..., None], {e}, -jnp.inf).max(1)", True),
-        (f"({finite} * {m}[..., None]).sum(1) / {count}", False),
-        (f"jnp.where({m}[..., None], {e}, 0.0).sum(1) / {count}", False),
-        (f"({finite} * {m}[..., None]).sum(1) / jnp.sqrt({count})", False),
-        (f"jnp.mean({e}, axis=1, where={m}[..., None])", False),
-        (f"jnp.sum({finite} * jnp.where({m}, {w}, 0)[..., None], axis=1) * 0.5", False)))
+    count = r.choice(
+        (
+            f"jnp.maximum({m}.sum(1, keepdims=True), 1)",
+            f"jnp.maximum({m}.astype(jnp.float32).sum(1), 1.0)[:, None]",
+            f"({m}.sum(1, keepdims=True) + 1e-6)",
+            f"jnp.clip({m}.sum(1), 1, None)[:, None]",
+        )
+    )
+    return r.choice(
+        (
+            (f"{e}.sum(1)", False),
+            (f"{e}.mean(1)", False),
+            (f"{e}.max(1)", True),
+            (f"{e}.min(1)", True),
+            (f"jnp.where({m}[..., None], {e}, 0).sum(1)", False),
+            (f"({finite} * {m}[..., None]).sum(1)", False),
+            (f"({e} * {w}[..., None]).sum(1)", False),
+            (f"jnp.einsum('blh,bl->bh', {e}, {w})", False),
+            (f"jnp.where({m}[..., None], {e}, -jnp.inf).max(1)", True),
+            (f"({finite} * {m}[..., None]).sum(1) / {count}", False),
+            (f"jnp.where({m}[..., None], {e}, 0.0).sum(1) / {count}", False),
+            (f"({finite} * {m}[..., None]).sum(1) / jnp.sqrt({count})", False),
+            (f"jnp.mean({e}, axis=1, where={m}[..., None])", False),
+            (f"jnp.sum({finite} * jnp.where({m}, {w}, 0)[..., None], axis=1) * 0.5", False),
+        )
+    )
 
 
 def _jagged(r: random.Random, n: int, e: str) -> tuple[str, bool]:
     s, size = f"b[{r.choice('SU') + str(n)!r}]", "b['like'].shape[0]"
     total = f"jax.ops.segment_sum({e}, {s}, {size})"
-    return r.choice((
-        (total, False), (f"jax.ops.segment_sum({e} * b['V{n}'][:, None], {s}, {size})", False),
-        (f"jax.ops.segment_max({e}, {s}, {size})", True), (f"jax.ops.segment_min({e}, {s}, {size})", True),
-        (f"{total} / jnp.maximum(jax.ops.segment_sum(jnp.ones({n}, jnp.float32), {s}, {size}), 1.0)[:, None]", False)))
+    return r.choice(
+        (
+            (total, False),
+            (f"jax.ops.segment_sum({e} * b['V{n}'][:, None], {s}, {size})", False),
+            (f"jax.ops.segment_max({e}, {s}, {size})", True),
+            (f"jax.ops.segment_min({e}, {s}, {size})", True),
+            (
+                f"{total} / jnp.maximum(jax.ops.segment_sum(jnp.ones({n}, jnp.float32), {s}, {size}), 1.0)[:, None]",
+                False,
+            ),
+        )
+    )
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -278,17 +370,39 @@ def _layout(r: random.Random, columns: Sequence[Column]) -> list[str]:
     while k < len(columns):
         n = min(r.choice((1, 2, 5, 12, 40)), len(columns) - k)
         part = f"c[{k}:{k + n}]"
-        equal = len({c.dim for c in columns[k:k + n]}) == 1
-        lines.append(f"g{len(names)} = " + r.choice((
-            f"jnp.concatenate({part}, -1)", f"jnp.concatenate({part}, -1)", f"list({part})",
-            f"jnp.concatenate([b['like'][:, None], *{part}], -1)", f"jnp.concatenate([*{part}, c[{k}]], 1)",
-            f"jnp.concatenate([x.reshape(-1) for x in {part}])", f"jnp.concatenate({part}, -1).T",
-            *((f"jnp.stack({part}, 1)", f"jnp.stack({part}, 1).reshape(b['like'].shape[0], -1)",
-               f"jnp.concatenate({part}, 0)", f"jnp.stack({part}, 0)") if equal else ()))))
+        equal = len({c.dim for c in columns[k : k + n]}) == 1
+        lines.append(
+            f"g{len(names)} = "
+            + r.choice(
+                (
+                    f"jnp.concatenate({part}, -1)",
+                    f"jnp.concatenate({part}, -1)",
+                    f"list({part})",
+                    f"jnp.concatenate([b['like'][:, None], *{part}], -1)",
+                    f"jnp.concatenate([*{part}, c[{k}]], 1)",
+                    f"jnp.concatenate([x.reshape(-1) for x in {part}])",
+                    f"jnp.concatenate({part}, -1).T",
+                    *(
+                        (
+                            f"jnp.stack({part}, 1)",
+                            f"jnp.stack({part}, 1).reshape(b['like'].shape[0], -1)",
+                            f"jnp.concatenate({part}, 0)",
+                            f"jnp.stack({part}, 0)",
+                        )
+                        if equal
+                        else ()
+                    ),
+                )
+            )
+        )
         names.append(f"g{len(names)}")
         k += n
     if r.random() < 0.4:
-        flat = [g for g, line in zip(names, lines, strict=True) if line.endswith(", -1)") and "reshape" not in line]
+        flat = [
+            g
+            for g, line in zip(names, lines, strict=True)
+            if line.endswith(", -1)") and "reshape" not in line
+        ]
         if flat:
             lines.append(f"wide = jnp.concatenate([{', '.join(flat)}], -1)")
             names.append("wide")
@@ -308,8 +422,9 @@ def compare(seeds: Sequence[int], layout_seed: int, batch: int) -> tuple[Model, 
         bounds = [np.full((batch, c.dim), c.bound) for c in model.columns]
         assert_same(got, want, jax.tree.map(np.asarray, _joined(model, bounds, b)))
     except Exception as why:
-        raise AssertionError(f"seeds={list(seeds)!r} layout_seed={layout_seed} batch={batch}\n{why}\n"
-                             f"{model.source}") from why
+        raise AssertionError(
+            f"seeds={list(seeds)!r} layout_seed={layout_seed} batch={batch}\n{why}\n{model.source}"
+        ) from why
     return model, report
 
 
@@ -383,10 +498,14 @@ def main() -> int:
                 return 1
         else:
             counts.update(c.kind for c in model.columns)
-            counts.update(f"{c.status}: {c.reason}" if c.reason else c.status for c in report.columns)
+            counts.update(
+                f"{c.status}: {c.reason}" if c.reason else c.status for c in report.columns
+            )
         done += len(seeds)
         serial += 1
-    print(f"{serial} models, {done} columns, {failed} failed, {time.monotonic() - start:.0f} s, seed {options.seed}")
+    print(
+        f"{serial} models, {done} columns, {failed} failed, {time.monotonic() - start:.0f} s, seed {options.seed}"
+    )
     for name, n in sorted(counts.items()):
         print(f"  {n:6d} {name}")
     return int(failed > 0)

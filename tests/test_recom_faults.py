@@ -24,7 +24,8 @@ from tests.helpers import Bag, assert_same, check, ids, table
 
 def compiled(fn: Any, *args: Any) -> pipeline.Compiled:
     return pipeline.compile_jaxpr(
-        trace.trace(fn, args, tuple(f"a{k}" for k in range(len(args)))), recom_jax.Options(verify=True)
+        trace.trace(fn, args, tuple(f"a{k}" for k in range(len(args)))),
+        recom_jax.Options(verify=True),
     )
 
 
@@ -37,7 +38,9 @@ def test_1_negative_ids_are_not_read_out_of_bounds(mode: str | None) -> None:
     bag = jnp.stack([i, i[::-1]])
 
     def masked(t: Any, i: Any) -> Any:
-        return jnp.where((i >= 0)[..., None], jnp.take(t, i, axis=0, mode=mode) if mode else t[i], 0).sum(1)
+        return jnp.where(
+            (i >= 0)[..., None], jnp.take(t, i, axis=0, mode=mode) if mode else t[i], 0
+        ).sum(1)
 
     check(masked, t, bag, bound=Bag(9))
 
@@ -49,7 +52,9 @@ def test_2_the_mean_of_an_empty_bag_is_no_nan(dim: int) -> None:
 
     def mean(t: Any, i: Any) -> Any:
         m = i >= 0
-        return jnp.where(m[..., None], t[jnp.where(m, i, 0)], 0).sum(1) / jnp.maximum(m.sum(1, keepdims=True), 1)
+        return jnp.where(m[..., None], t[jnp.where(m, i, 0)], 0).sum(1) / jnp.maximum(
+            m.sum(1, keepdims=True), 1
+        )
 
     t = table(9, dim)
     check(mean, t, i, bound=Bag(3))
@@ -69,26 +74,49 @@ def test_3_boundaries_keep_every_bit() -> None:
     """They were printed with 6 decimals: 1e-7 became 0."""
     edges = np.array([1e-30, 1e-7, 1.0000001, 16777216.0, 3.4e38], np.float32)
     x = np.concatenate(
-        [edges, np.nextafter(edges, np.float32(np.inf)), np.nextafter(edges, np.float32(-np.inf)), [0.0, 5e-8]]
+        [
+            edges,
+            np.nextafter(edges, np.float32(np.inf)),
+            np.nextafter(edges, np.float32(-np.inf)),
+            [0.0, 5e-8],
+        ]
     )
-    check(lambda t, x: t[jnp.digitize(x, edges)], table(6, 4), jnp.asarray(x.astype(np.float32)), leaves_while=False)
+    check(
+        lambda t, x: t[jnp.digitize(x, edges)],
+        table(6, 4),
+        jnp.asarray(x.astype(np.float32)),
+        leaves_while=False,
+    )
 
 
-@pytest.mark.parametrize("edges", [np.arange(0, 500, 5), np.array([1, 2, 4, 8])], ids=["uniform", "search"])
+@pytest.mark.parametrize(
+    "edges", [np.arange(0, 500, 5), np.array([1, 2, 4, 8])], ids=["uniform", "search"]
+)
 def test_4_the_last_bucket_exists(edges: Any) -> None:
     """The range of a bucketize was taken as [0, N) instead of [0, N]: a value above all boundaries is row N."""
     edges = edges.astype(np.float32)
-    x = jnp.asarray([float(edges[-1]), float(edges[-1]) + 1, np.inf, np.nan, -np.inf, float(edges[0])], jnp.float32)
+    x = jnp.asarray(
+        [float(edges[-1]), float(edges[-1]) + 1, np.inf, np.nan, -np.inf, float(edges[0])],
+        jnp.float32,
+    )
     t = table(len(edges) + 1, 4)
     check(lambda t, x: t[jnp.digitize(x, edges)], t, x)
-    check(lambda t, x: t[jnp.digitize(x, edges)], t[:-1], x)  # a row too few: what brackets make of it
+    check(
+        lambda t, x: t[jnp.digitize(x, edges)], t[:-1], x
+    )  # a row too few: what brackets make of it
     check(lambda t, x: jnp.take(t, jnp.digitize(x, edges), axis=0), t[:-1], x)  # ... and take: NaN
 
 
 def test_5_one_input_of_two_columns() -> None:
     """The second column got the wrong data."""
     t, u, x = table(50, 8), table(30, 4), ids((7,), 50, odd=True)
-    check(lambda t, u, x: jnp.concatenate([t[x], u[x % 30], t[x // 2], u[(x * 3) % 30]], axis=1), t, u, x, columns=4)
+    check(
+        lambda t, u, x: jnp.concatenate([t[x], u[x % 30], t[x // 2], u[(x * 3) % 30]], axis=1),
+        t,
+        u,
+        x,
+        columns=4,
+    )
 
 
 def test_6_sizes_that_are_multiples_and_constants() -> None:
@@ -121,12 +149,18 @@ def test_6_sizes_that_are_multiples_and_constants() -> None:
 def test_7_offsets_beyond_32_bits() -> None:
     """A 2^27 x 32 table had "0 bytes". The kernel runs here on a table of 2^27 x 17 bytes that takes no memory."""
     big = jax.ShapeDtypeStruct((2**27, 32), jnp.float32)
-    (c,) = recom_jax.optimize(lambda t, i: t[i]).explain(big, jax.ShapeDtypeStruct((4,), jnp.int32)).columns
+    (c,) = (
+        recom_jax.optimize(lambda t, i: t[i])
+        .explain(big, jax.ShapeDtypeStruct((4,), jnp.int32))
+        .columns
+    )
     assert (c.status, c.rows) == ("fused", 2**27)
     rows = 2**27
     i = np.array([rows - 1, 0, rows - 2, 126_322_568, 2**30], np.int32)
     ((_, scheduled, encoded),) = compiled(
-        lambda t, i: t[i], jax.ShapeDtypeStruct((rows, 17), jnp.int8), jax.ShapeDtypeStruct((5,), jnp.int32)
+        lambda t, i: t[i],
+        jax.ShapeDtypeStruct((rows, 17), jnp.int8),
+        jax.ShapeDtypeStruct((5,), jnp.int32),
     ).calls
     virtual = np.zeros((rows, 17), np.int8)  # pages of zeros: only those read or written exist
     assert virtual.nbytes > 2**31
@@ -179,7 +213,16 @@ def test_9_one_column_costs_no_other() -> None:
         return bad, worse, [t[x] for t in tables[2:]]
 
     tables = [table(50, 8, seed=k) for k in range(6)]
-    report = check(fn, tables, ids((7,), 48), columns=6, fused=5, calls=1, leaves_gather=True, leaves_while=True)
+    report = check(
+        fn,
+        tables,
+        ids((7,), 48),
+        columns=6,
+        fused=5,
+        calls=1,
+        leaves_gather=True,
+        leaves_while=True,
+    )
     assert [c.table for c in report.columns if c.status == "xla"] == ["tables[0]"]
 
 
@@ -208,7 +251,8 @@ def test_11_constant_tables_cost_nothing() -> None:
 
     def fn(x: Any, y: Any) -> Any:
         return jnp.concatenate(
-            [*(jnp.asarray(t)[x] for t in frozen), jnp.asarray(frozen[0])[jnp.digitize(y, edges)]], axis=1
+            [*(jnp.asarray(t)[x] for t in frozen), jnp.asarray(frozen[0])[jnp.digitize(y, edges)]],
+            axis=1,
         )
 
     start = time.perf_counter()
@@ -253,7 +297,11 @@ def test_13_outputs_are_compared(data: st.DataObject) -> None:
     """There were no tests. Here: any mix of columns against plain JAX."""
     n, length = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     kinds = data.draw(
-        st.lists(st.sampled_from(["one", "mod", "sum", "mean", "max", "bucket", "hash"]), min_size=1, max_size=6)
+        st.lists(
+            st.sampled_from(["one", "mod", "sum", "mean", "max", "bucket", "hash"]),
+            min_size=1,
+            max_size=6,
+        )
     )
     tables = [
         table(data.draw(st.integers(1, 40)), data.draw(st.sampled_from([1, 4, 8, 24])), seed=k)
@@ -276,7 +324,9 @@ def test_13_outputs_are_compared(data: st.DataObject) -> None:
         return t[first % rows] if kind == "mod" else jnp.take(t, first, axis=0)
 
     def fn(tables: Any, x: Any) -> Any:
-        return jnp.concatenate([column(k, t, x) for k, t in zip(kinds, tables, strict=True)], axis=1)
+        return jnp.concatenate(
+            [column(k, t, x) for k, t in zip(kinds, tables, strict=True)], axis=1
+        )
 
     check(fn, tables, x, columns=len(kinds), bound=Bag(length))
 
@@ -301,12 +351,16 @@ def test_recflex_empty_rows_are_written(kind: str) -> None:
     values = {
         id(v): a
         for v, a in zip(
-            compiled_inputs(scheduled), (np.asarray(t), np.array([3, 4, 5], np.int32), np.asarray(seg)), strict=True
+            compiled_inputs(scheduled),
+            (np.asarray(t), np.array([3, 4, 5], np.int32), np.asarray(seg)),
+            strict=True,
         )
     }
     out = np.full((9, 8), np.nan, np.float32)  # memory that somebody else has used
     binding = np.array([x for k in range(len(scheduled.operands)) for x in (k, -1)])
-    ffi.extension().run_program(encoded.words, binding, [values[id(v)] for v in scheduled.operands], [out], 1)
+    ffi.extension().run_program(
+        encoded.words, binding, [values[id(v)] for v in scheduled.operands], [out], 1
+    )
     assert not np.isnan(out).any()
     assert (out[0] == (0 if kind == "sum" else -np.inf)).all()
 

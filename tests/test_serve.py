@@ -40,9 +40,11 @@ def make_params(seed: int = 0, big: int = 70_000) -> dict[str, Any]:
 
 def make_batch(size: int, seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng([seed, size])
-    return {"a": rng.integers(0, 50, size).astype(np.int32),
-            "b": rng.integers(-3, 33, (size, 5)).astype(np.int32),
-            "x": rng.standard_normal((size, 3), dtype=np.float32)}
+    return {
+        "a": rng.integers(0, 50, size).astype(np.int32),
+        "b": rng.integers(-3, 33, (size, 5)).astype(np.int32),
+        "x": rng.standard_normal((size, 3), dtype=np.float32),
+    }
 
 
 def equal(x: Any, y: Any) -> None:
@@ -51,7 +53,9 @@ def equal(x: Any, y: Any) -> None:
         assert a.dtype == b.dtype
         assert a.shape == b.shape
         assert a.weak_type == b.weak_type
-        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=2e-6, atol=1e-6
+        )
 
 
 PLAIN = jax.jit(model)
@@ -96,13 +100,27 @@ def test_one_fused_call_reads_the_packs(serve: Any) -> None:
 def _leaves(size: int = 6) -> dict[str, Any]:
     x = np.arange(size * 4, dtype=np.float32).reshape(size, 4) - 7
     return {
-        "strided": x[:, ::2], "fortran": np.asfortranarray(x), "reversed": x[::-1], "transposed": x.T[:4].T,
-        "i64": np.arange(size, dtype=np.int64) + (1 << 32), "f64": np.full((size, 2), 1 / 3),
-        "u64": np.arange(size, dtype=np.uint64) - 3, "bool": np.arange(size) % 2 == 0,
-        "f16": np.float16(x), "bf16": x.astype(jnp.bfloat16), "i8": np.int8(np.arange(size) - 3),
-        "u16": np.arange(size, dtype=np.uint16), "int": 3, "float": 0.5, "flag": True, "np": np.float32(2.5),
-        "zero_d": np.array(4, np.int32), "jax": jnp.arange(size), "weak": jnp.asarray(1.5),
-        "rank5": np.ones((size, 1, 1, 1, 2), np.float32), "none": None,
+        "strided": x[:, ::2],
+        "fortran": np.asfortranarray(x),
+        "reversed": x[::-1],
+        "transposed": x.T[:4].T,
+        "i64": np.arange(size, dtype=np.int64) + (1 << 32),
+        "f64": np.full((size, 2), 1 / 3),
+        "u64": np.arange(size, dtype=np.uint64) - 3,
+        "bool": np.arange(size) % 2 == 0,
+        "f16": np.float16(x),
+        "bf16": x.astype(jnp.bfloat16),
+        "i8": np.int8(np.arange(size) - 3),
+        "u16": np.arange(size, dtype=np.uint16),
+        "int": 3,
+        "float": 0.5,
+        "flag": True,
+        "np": np.float32(2.5),
+        "zero_d": np.array(4, np.int32),
+        "jax": jnp.arange(size),
+        "weak": jnp.asarray(1.5),
+        "rank5": np.ones((size, 1, 1, 1, 2), np.float32),
+        "none": None,
     }
 
 
@@ -110,7 +128,10 @@ def _leaves(size: int = 6) -> dict[str, Any]:
 def test_leaf_kinds(only: str | None) -> None:
     def fn(table: Any, batch: Any) -> Any:
         bf = jnp.ones(3, jnp.bfloat16)
-        other = [v * bf[0] if v.dtype != bool else v for v in map(jnp.asarray, jax.tree.leaves(batch["rest"]))]
+        other = [
+            v * bf[0] if v.dtype != bool else v
+            for v in map(jnp.asarray, jax.tree.leaves(batch["rest"]))
+        ]
         return jnp.take(table, batch["ids"], axis=0), other
 
     rest = _leaves() if only is None else {only: _leaves()[only]}
@@ -135,7 +156,17 @@ def test_types_may_alternate(params: Any) -> None:
     fn = lambda p, b: jnp.take(p["a"], b["a"], axis=0) * b["s"]  # noqa: E731
     serve = recom_jax.optimize(fn).bind(params)
     ids = np.array([1, 2, 3], np.int32)
-    for s in (2, 2.5, True, np.float32(3), np.array(2, np.int32), jnp.float32(3), jnp.bfloat16(3), 2, 1.5) * 2:
+    for s in (
+        2,
+        2.5,
+        True,
+        np.float32(3),
+        np.array(2, np.int32),
+        jnp.float32(3),
+        jnp.bfloat16(3),
+        2,
+        1.5,
+    ) * 2:
         equal(serve({"a": ids, "s": s}), jax.jit(fn)(params, {"a": ids, "s": s}))
         equal(serve({"a": jnp.asarray(ids), "s": s}), jax.jit(fn)(params, {"a": ids, "s": s}))
 
@@ -143,19 +174,29 @@ def test_types_may_alternate(params: Any) -> None:
 def test_structures(params: Any) -> None:
     def fn(a: Any, b: Any, ids: Any, mode: str, *rest: Any, scale: Any = 1.0) -> Any:
         out = jnp.take(a, ids, axis=0)
-        return {"y": (out if mode == "id" else -out) * scale, "rest": [jnp.take(b, r, axis=0) for r in rest]}
+        return {
+            "y": (out if mode == "id" else -out) * scale,
+            "rest": [jnp.take(b, r, axis=0) for r in rest],
+        }
 
     ids = np.array([1, 2], np.int32)
     opt = recom_jax.optimize(fn, static_argnames="mode")
     serve = opt.bind(params["a"], params["b"])
     plain = jax.jit(fn, static_argnames="mode")
-    for args, kw in [((ids, "id"), {}), ((ids, "neg"), {}), ((ids, "id", ids), {}),
-                     ((ids, "id", ids, ids), {"scale": 2}),
-                     ((ids,), {"mode": "neg", "scale": np.float32(2)}), ((), {"ids": ids, "mode": "id"})]:
+    for args, kw in [
+        ((ids, "id"), {}),
+        ((ids, "neg"), {}),
+        ((ids, "id", ids), {}),
+        ((ids, "id", ids, ids), {"scale": 2}),
+        ((ids,), {"mode": "neg", "scale": np.float32(2)}),
+        ((), {"ids": ids, "mode": "id"}),
+    ]:
         for _ in range(2):
             equal(serve(*args, **kw), plain(params["a"], params["b"], *args, **kw))
     serve.warmup([4])
-    static_first = recom_jax.optimize(lambda k, t, i: jnp.take(t, i, axis=0) * k, static_argnums=0).bind(3, params["a"])
+    static_first = recom_jax.optimize(
+        lambda k, t, i: jnp.take(t, i, axis=0) * k, static_argnums=0
+    ).bind(3, params["a"])
     equal(static_first(ids), jnp.take(params["a"], ids, axis=0) * 3)
 
 
@@ -234,11 +275,20 @@ def test_a_bad_update_changes_nothing() -> None:
     serve, batch = MODEL.bind(old), make_batch(21)
     serve(batch)
     bad: list[tuple[Any, type, str]] = [
-        (({**make_params(1), "a": jnp.zeros((51, 4))},), BindError, r"params\['a'\].*float32\[51, 4\].*\[50, 4\]"),
-        (({**make_params(1), "b": jnp.zeros((30, 8), jnp.bfloat16)},), BindError, r"params\['b'\].*bfloat16"),
+        (
+            ({**make_params(1), "a": jnp.zeros((51, 4))},),
+            BindError,
+            r"params\['a'\].*float32\[51, 4\].*\[50, 4\]",
+        ),
+        (
+            ({**make_params(1), "b": jnp.zeros((30, 8), jnp.bfloat16)},),
+            BindError,
+            r"params\['b'\].*bfloat16",
+        ),
         (({"a": old["a"]},), BindError, "structure"),
         (({**make_params(1), "w": "no"},), BindTypeError, r"params\['w'\].*str"),
-        ((), BindTypeError, "1 bound argument"), ((old, old), BindTypeError, "1 bound argument"),
+        ((), BindTypeError, "1 bound argument"),
+        ((old, old), BindTypeError, "1 bound argument"),
     ]
     for args, kind, text in bad:
         with pytest.raises(kind, match=text):
@@ -275,7 +325,9 @@ def test_update_under_load() -> None:
         try:
             while not stop.is_set():
                 out = np.asarray(serve(batches[k % 2]))
-                if not any(np.allclose(out, w, rtol=2e-6, atol=1e-6, equal_nan=True) for w in wants[k % 2]):
+                if not any(
+                    np.allclose(out, w, rtol=2e-6, atol=1e-6, equal_nan=True) for w in wants[k % 2]
+                ):
                     bad.append(out)
         except Exception as why:  # pragma: no cover - reported below
             bad.append(why)
@@ -302,7 +354,9 @@ def test_deleted_bound_array() -> None:
     jax.jit(lambda x: x + 1, donate_argnums=0)(params["big"])
     if not params["big"].is_deleted():
         params["big"].delete()
-    with pytest.raises(RuntimeError, match=r"bound argument params\['big'\] of model.*donated") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"bound argument params\['big'\] of model.*donated"
+    ) as caught:
         serve(make_batch(4))
     assert isinstance(caught.value, DeletedError)
     with pytest.raises(DeletedError, match=r"params\['big'\]"):
@@ -324,7 +378,10 @@ def test_lease(serve: Any, params: Any) -> None:
     batch = make_batch(19)
     views = serve.input_views(batch)
     assert jax.tree.structure(views) == jax.tree.structure(batch)
-    assert all(v.shape == b.shape and v.dtype == b.dtype for v, b in zip(views.values(), batch.values(), strict=True))
+    assert all(
+        v.shape == b.shape and v.dtype == b.dtype
+        for v, b in zip(views.values(), batch.values(), strict=True)
+    )
     packed = recom_jax.stats()["bytes_packed"]
     equal(serve(fill(views, batch)), PLAIN(params, batch))
     assert recom_jax.stats()["bytes_packed"] == packed
@@ -339,11 +396,20 @@ def test_a_lease_survives_mistakes(serve: Any, params: Any) -> None:
     batch = make_batch(19)
     views = fill(serve.input_views(batch), batch)
     cases: list[tuple[Any, type, str]] = [
-        ({**views, "a": np.zeros(20, np.int32)}, BatchError, r"batch\['a'\].*int32\[19\].*int32\[20\]"),
-        ({**views, "a": np.zeros(19, np.float32)}, BatchTypeError, r"batch\['a'\].*int32\[19\].*float32\[19\]"),
+        (
+            {**views, "a": np.zeros(20, np.int32)},
+            BatchError,
+            r"batch\['a'\].*int32\[19\].*int32\[20\]",
+        ),
+        (
+            {**views, "a": np.zeros(19, np.float32)},
+            BatchTypeError,
+            r"batch\['a'\].*int32\[19\].*float32\[19\]",
+        ),
         ({**views, "x": [views["x"]] * 2}, BatchError, r"batch\['x'\].*was given list"),
         ({**views, "x": "no"}, BatchTypeError, r"batch\['x'\].*str"),
-        ({k: views[k] for k in "ab"}, BatchError, "structure"), ({**views, "c": views["a"]}, BatchError, "structure"),
+        ({k: views[k] for k in "ab"}, BatchError, "structure"),
+        ({**views, "c": views["a"]}, BatchError, "structure"),
     ]
     for wrong, kind, text in cases:
         with pytest.raises(kind, match=text):
@@ -364,7 +430,9 @@ def test_replaced_leaves_are_copied_in(serve: Any, params: Any) -> None:
 def test_leases_block_and_time_out(serve: Any, params: Any) -> None:
     batch = make_batch(23)
     leases = [serve.input_views(batch) for _ in range(8)]
-    with pytest.raises(LeaseError, match=r"no staging slot became free.*8 are leased.*drop the views"):
+    with pytest.raises(
+        LeaseError, match=r"no staging slot became free.*8 are leased.*drop the views"
+    ):
         serve.input_views(batch)
     threading.Timer(0.1, leases.clear).start()
     views = serve.input_views(batch)
@@ -417,7 +485,9 @@ def test_warmup(params: Any) -> None:
     serve = MODEL.bind(params)
     with pytest.raises(BatchError, match="no batch was seen yet"):
         serve.warmup([1])
-    serve.warmup([0, 1, 6], jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch(3)))
+    serve.warmup(
+        [0, 1, 6], jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch(3))
+    )
     traces = recom_jax.stats()["traces"]
     for size in (0, 1, 6):
         equal(serve(make_batch(size)), PLAIN(params, make_batch(size)))
@@ -451,7 +521,7 @@ def test_jit_takes_operands(params: Any, wrap: str) -> None:
     text = fn.lower(*args).as_text()
     assert "70000x4xf32" in text.split("func.func public @main")[1].split("->")[0]
     assert "recom_fused" in text
-    assert "dense<\"" not in text
+    assert 'dense<"' not in text
     assert len(text) < 30_000
     equal(fn(*args), PLAIN(params, batch) * 2)
     serve.update(make_params(5))
@@ -465,13 +535,21 @@ def test_transformations(params: Any) -> None:
     loss = lambda f: lambda x: jnp.sum(f({**batch, "x": x}) ** 2)  # noqa: E731
     plain = lambda b: model(params, b)  # noqa: E731
     many = jax.tree.map(lambda *x: jnp.stack(x), make_batch(6), make_batch(6, 1))
-    for f in (lambda g: jax.grad(loss(g))(batch["x"]), lambda g: jax.jit(jax.grad(loss(g)))(batch["x"]),
-              lambda g: jax.jvp(loss(g), (batch["x"],), (batch["x"],)), lambda g: jax.vmap(g)(many),
-              lambda g: jax.jit(jax.vmap(g))(many), lambda g: jax.vmap(jax.jit(g))(many),
-              lambda g: jax.lax.map(g, many), lambda g: jax.jit(lambda m: jax.lax.map(g, m))(many),
-              lambda g: jax.lax.cond(True, g, g, batch), lambda g: jax.checkpoint(g)(batch),
-              lambda g: jax.jit(lambda b: g(b) + g(b))(batch), lambda g: jax.jit(lambda: g(make_batch(6)))(),
-              lambda g: jax.linearize(loss(g), batch["x"])[1](batch["x"])):
+    for f in (
+        lambda g: jax.grad(loss(g))(batch["x"]),
+        lambda g: jax.jit(jax.grad(loss(g)))(batch["x"]),
+        lambda g: jax.jvp(loss(g), (batch["x"],), (batch["x"],)),
+        lambda g: jax.vmap(g)(many),
+        lambda g: jax.jit(jax.vmap(g))(many),
+        lambda g: jax.vmap(jax.jit(g))(many),
+        lambda g: jax.lax.map(g, many),
+        lambda g: jax.jit(lambda m: jax.lax.map(g, m))(many),
+        lambda g: jax.lax.cond(True, g, g, batch),
+        lambda g: jax.checkpoint(g)(batch),
+        lambda g: jax.jit(lambda b: g(b) + g(b))(batch),
+        lambda g: jax.jit(lambda: g(make_batch(6)))(),
+        lambda g: jax.linearize(loss(g), batch["x"])[1](batch["x"]),
+    ):
         got, want = f(serve), f(plain)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
@@ -481,8 +559,11 @@ def test_bind_inside_a_trace(params: Any) -> None:
     equal(jax.jit(lambda p, b: MODEL.bind(p)(b))(params, batch), PLAIN(params, batch))
     loss = lambda f: lambda p: jnp.sum(f(p, batch) ** 2)  # noqa: E731
     got = jax.grad(loss(lambda p, b: MODEL.bind(p)(b)))(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-                 got, jax.grad(loss(model))(params))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        got,
+        jax.grad(loss(model))(params),
+    )
     serve = MODEL.bind(params)
     with pytest.raises(BindError, match="update inside a trace"):
         jax.jit(serve.update)(params)
@@ -508,8 +589,10 @@ def test_export_says_what_to_do(params: Any) -> None:
 
 def test_export_with_the_server_as_argument(params: Any) -> None:
     serve, batch = MODEL.bind(params), make_batch(6)
-    exported = jax.export.export(jax.jit(lambda s, b: s(b)), disabled_checks=[
-        jax.export.DisabledSafetyCheck.custom_call("recom_fused_v1")])(serve, batch)
+    exported = jax.export.export(
+        jax.jit(lambda s, b: s(b)),
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("recom_fused_v1")],
+    )(serve, batch)
     equal(exported.call(serve, batch), PLAIN(params, batch))
 
 
@@ -543,7 +626,9 @@ def test_traced_calls_while_weights_change(params: Any) -> None:
         try:
             for _ in range(100):
                 out = np.asarray(fn(batch))
-                if not any(np.allclose(out, w, rtol=2e-6, atol=1e-6, equal_nan=True) for w in wants):
+                if not any(
+                    np.allclose(out, w, rtol=2e-6, atol=1e-6, equal_nan=True) for w in wants
+                ):
                     bad.append(out)
         except Exception as why:
             bad.append(why)

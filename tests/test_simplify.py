@@ -75,7 +75,9 @@ def test_numbers_with_and_without(name: str) -> None:
     bound = Bag(case.pooled) if case.pooled else None
     report = check(case.model, *args, bound=bound)
     assert all(name in c.rewrites for c in report.columns), report.to_text(None)
-    report = check(case.model, *args, bound=bound, options=recom_jax.Options(disable=(name,), verify=True))
+    report = check(
+        case.model, *args, bound=bound, options=recom_jax.Options(disable=(name,), verify=True)
+    )
     assert all(name not in c.rewrites for c in report.columns)
 
 
@@ -90,7 +92,9 @@ def test_property_same_values(name: str, seed: int) -> None:
         b = Build()
         e = make(b)
         if any(
-            isinstance(x, (ir.Reduce,)) or (isinstance(x, ir.Take) and x.rows == 0) or x.dtype == "bfloat16"
+            isinstance(x, (ir.Reduce,))
+            or (isinstance(x, ir.Take) and x.rows == 0)
+            or x.dtype == "bfloat16"
             for x in ir.walk(e)
         ):
             continue
@@ -113,7 +117,9 @@ INTEGER_SHAPES: dict[str, Callable[[Build, ir.Expr, ir.Expr, int], list[ir.Expr]
     "fold-constants": lambda b, x, y, c: [
         b.op(o, b.op("and", x, 3), c) for o in ("lt", "add", "shl", "shr_l", "rem", "div")
     ],
-    "select-of-constant": lambda b, x, y, c: [b.where(m, x, y) for m in _masks(b, b.op("and", x, 7), c)],
+    "select-of-constant": lambda b, x, y, c: [
+        b.where(m, x, y) for m in _masks(b, b.op("and", x, 7), c)
+    ],
     "identity-arithmetic": lambda b, x, y, c: [
         b.op(o, *args)
         for o in ("add", "sub", "mul", "div", "and", "or", "xor", "shl", "shr_l", "shr_a")
@@ -129,7 +135,10 @@ INTEGER_SHAPES: dict[str, Callable[[Build, ir.Expr, ir.Expr, int], list[ir.Expr]
     "mod-power-of-two": lambda b, x, y, c: [b.mod(x, c)],
     "rem-power-of-two": lambda b, x, y, c: [b.op("rem", x, c), b.op("rem", b.op("max", x, 0), c)],
     "div-power-of-two": lambda b, x, y, c: [b.op("div", x, c), b.op("div", b.op("max", x, 0), c)],
-    "floor-div-power-of-two": lambda b, x, y, c: [b.floor_div(x, c), b.floor_div(b.op("max", x, 0), c)],
+    "floor-div-power-of-two": lambda b, x, y, c: [
+        b.floor_div(x, c),
+        b.floor_div(b.op("max", x, 0), c),
+    ],
     "merge-masks": lambda b, x, y, c: [
         b.where(b.op("lt", x, c), b.where(b.op("gt", y, c), x, c), c),
         b.where(b.op("lt", x, c), c, b.where(b.op("gt", y, c), c, x)),
@@ -140,7 +149,10 @@ INTEGER_SHAPES: dict[str, Callable[[Build, ir.Expr, ir.Expr, int], list[ir.Expr]
         for d in ("int8", "int32", "uint8")
         for e in ("int16", "uint8", "int8", "uint32")
     ],
-    "drop-fill": lambda b, x, y, c: [b.take(b.op("and", x, c), mode="fill"), b.take(b.op("max", x, c), mode="fill")],
+    "drop-fill": lambda b, x, y, c: [
+        b.take(b.op("and", x, c), mode="fill"),
+        b.take(b.op("max", x, c), mode="fill"),
+    ],
     "clamp-into-lookup": lambda b, x, y, c: [
         b.take(e, rows=r)
         for r in (1, 10)
@@ -198,7 +210,11 @@ def random_expression(b: Build, rng: random.Random, depth: int, dtype: str = "in
         )
     if depth == 0 or rng.random() < 0.1:
         return rng.choice(
-            (b.var("x", "int8"), b.var("y", "int8"), b.c(rng.choice((0, 1, -1, 2, 4, 8, 127, -128, 5)), "int8"))
+            (
+                b.var("x", "int8"),
+                b.var("y", "int8"),
+                b.c(rng.choice((0, 1, -1, 2, 4, 8, 127, -128, 5)), "int8"),
+            )
         )
     roll = rng.random()
     if roll < 0.4:
@@ -208,12 +224,33 @@ def random_expression(b: Build, rng: random.Random, depth: int, dtype: str = "in
             random_expression(b, rng, depth - 1),
         )
     if roll < 0.5:
-        return b.to("int8", b.to(rng.choice(("int16", "uint8", "int32")), random_expression(b, rng, depth - 1)))
+        return b.to(
+            "int8",
+            b.to(rng.choice(("int16", "uint8", "int32")), random_expression(b, rng, depth - 1)),
+        )
     if roll < 0.6:
-        return rng.choice((b.mod, b.floor_div))(random_expression(b, rng, depth - 1), rng.choice((2, 3, 8)))
+        return rng.choice((b.mod, b.floor_div))(
+            random_expression(b, rng, depth - 1), rng.choice((2, 3, 8))
+        )
     if roll < 0.7:
         return b.op(rng.choice(("sign", "abs", "neg")), random_expression(b, rng, depth - 1))
-    name = rng.choice(("add", "sub", "mul", "div", "rem", "max", "min", "and", "or", "xor", "shl", "shr_l", "shr_a"))
+    name = rng.choice(
+        (
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "rem",
+            "max",
+            "min",
+            "and",
+            "or",
+            "xor",
+            "shl",
+            "shr_l",
+            "shr_a",
+        )
+    )
     return b.op(name, random_expression(b, rng, depth - 1), random_expression(b, rng, depth - 1))
 
 
@@ -226,13 +263,25 @@ def test_property_all_rewrites_together(seed: int) -> None:
         e = random_expression(b, rng, 4)
         env = {"x": PAIRS[0], "y": PAIRS[1], "t": TABLE}
         if rng.random() < 0.5:
-            e = b.where(random_expression(b, rng, 2, "bool"), b.take(e, mode=rng.choice(("clip", "fill"))), 0.0)
+            e = b.where(
+                random_expression(b, rng, 2, "bool"),
+                b.take(e, mode=rng.choice(("clip", "fill"))),
+                0.0,
+            )
         want = evaluate(e, env)
         for off in ((), (rng.choice(sorted(NAMES)),)):
-            out = simplify(b.pool, [Output(None, Val((4, 8), e), 0)], {}, frozenset(off)).outputs[0].val.expr
+            out = (
+                simplify(b.pool, [Output(None, Val((4, 8), e), 0)], {}, frozenset(off))
+                .outputs[0]
+                .val.expr
+            )
             assert out is not None
             assert same_bits(evaluate(out, env), want), (str(e), str(out))
-            again = simplify(b.pool, [Output(None, Val((4, 8), out), 0)], {}, frozenset(off)).outputs[0].val.expr
+            again = (
+                simplify(b.pool, [Output(None, Val((4, 8), out), 0)], {}, frozenset(off))
+                .outputs[0]
+                .val.expr
+            )
             assert again is not None
             assert same_bits(evaluate(again, env), want)
 
@@ -266,7 +315,9 @@ def test_contradicting_masks_do_not_confuse() -> None:
 def test_context_facts_are_sound_for_every_int8() -> None:
     """Where a mask holds, each fact its context claims contains the value."""
     for c in (-128, -1, 0, 1, 5, 127):
-        for cmp, f in itertools.product(("lt", "le", "gt", "ge", "eq", "ne"), ("self", "sign", "wide")):
+        for cmp, f in itertools.product(
+            ("lt", "le", "gt", "ge", "eq", "ne"), ("self", "sign", "wide")
+        ):
             b = Build()
             x = b.var("x", "int8")
             v = {"self": x, "sign": b.op("sign", x), "wide": b.to("int16", x)}[f]

@@ -20,21 +20,24 @@ from tests.helpers import Bag, check, ids, table
 from tests.simplify_cases import T, masked, odd_ids
 
 
-def compiled(fn: Callable[..., Any], *args: Any, disable: tuple[str, ...] = ()) -> pipeline.Compiled:
+def compiled(
+    fn: Callable[..., Any], *args: Any, disable: tuple[str, ...] = ()
+) -> pipeline.Compiled:
     traced = trace.trace(fn, args, tuple(f"a{k}" for k in range(len(args))))
     return pipeline.compile_jaxpr(traced, recom_jax.Options(disable=disable, verify=True))
 
 
-def printed(c: pipeline.Compiled, monkeypatch: pytest.MonkeyPatch) -> str:
+def printed(c: pipeline.Compiled) -> str:
     """The simplified form with variables numbered as they appear."""
-    names: dict[int, int] = {}
-    monkeypatch.setattr(ir, "name_of", lambda v: f"%{names.setdefault(id(v), len(names))}")
-    return str(c.simplified)
+    with ir.numbered():
+        return str(c.simplified)
 
 
 def ops(c: pipeline.Compiled) -> list[str]:
     """Every instruction of the first call's classes, in order, bodies included."""
-    return [line.split()[0] for k in c.calls[0][1].program.classes for line in str(k).splitlines()[1:]]
+    return [
+        line.split()[0] for k in c.calls[0][1].program.classes for line in str(k).splitlines()[1:]
+    ]
 
 
 def unique_ids(t: Any, i: Any) -> Any:
@@ -43,7 +46,12 @@ def unique_ids(t: Any, i: Any) -> Any:
 
 
 DETECTED = [
-    ("one-hot-to-lookup", lambda t, i: jax.nn.one_hot(i, 100) @ t, "%0[%1(0;1,0); fill 0.0, one_hot](0;0,1)", None),
+    (
+        "one-hot-to-lookup",
+        lambda t, i: jax.nn.one_hot(i, 100) @ t,
+        "%0[%1(0;1,0); fill 0.0, one_hot](0;0,1)",
+        None,
+    ),
     (
         "cast-after-gather",
         lambda t, i: t.astype(jnp.bfloat16)[i & 63],
@@ -62,7 +70,12 @@ DETECTED = [
         "%0[search.sorted.right(convert<float32>(%2(0;1,0)), %1, n=4); clip](0;0,1)",
         "%0[search.scan.right(convert<float32>(%2(0;1,0)), %1, n=4); clip](0;0,1)",
     ),
-    ("unique-inverse", unique_ids, "%0[select(lt(%1(0;1,0), 0), %1(0;1,0), add(%1(0;1,0), 100)); clip](0;0,1)", None),
+    (
+        "unique-inverse",
+        unique_ids,
+        "%0[select(lt(%1(0;1,0), 0), %1(0;1,0), add(%1(0;1,0), 100)); clip](0;0,1)",
+        None,
+    ),
 ]
 
 
@@ -71,15 +84,15 @@ def test_every_detection_rewrite_is_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "fn", "on", "off"), DETECTED, ids=[name for name, *_ in DETECTED])
-def test_detection_rewrite(name: str, fn: Any, on: str, off: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detection_rewrite(name: str, fn: Any, on: str, off: str | None) -> None:
     """Printed form and numbers with and without; without it the column stays in XLA or keeps the general form."""
     args = (T, ids((7,), 100, odd=True))
     bound = Bag(100) if name == "one-hot-to-lookup" else None
-    assert printed(compiled(fn, *args), monkeypatch) == on
+    assert printed(compiled(fn, *args)) == on
     report = check(fn, *args, bound=bound)
     assert name in report.columns[0].rewrites
     if off is not None:
-        assert printed(compiled(fn, *args, disable=(name,)), monkeypatch) == off
+        assert printed(compiled(fn, *args, disable=(name,))) == off
     check(
         fn,
         *args,
@@ -101,9 +114,9 @@ def test_detection_rewrite(name: str, fn: Any, on: str, off: str | None, monkeyp
 def test_property_searches(bounds: list[int], step: float, right: bool, method: str) -> None:
     """Any constant boundaries (sorted or not, repeated, uniform or nearly so), any method, odd queries."""
     edges = np.array(bounds, np.float32) * np.float32(step)
-    x = np.concatenate([ODD_FLOATS, edges, np.nextafter(edges, np.inf), np.nextafter(edges, -np.inf)]).astype(
-        np.float32
-    )
+    x = np.concatenate(
+        [ODD_FLOATS, edges, np.nextafter(edges, np.inf), np.nextafter(edges, -np.inf)]
+    ).astype(np.float32)
 
     def fn(t: Any, x: Any) -> Any:
         return t[jnp.searchsorted(edges, x, side="right" if right else "left", method=method)]
@@ -120,14 +133,19 @@ def test_property_searches(bounds: list[int], step: float, right: bool, method: 
 
 @given(
     rows=st.integers(1, 6),
-    values=st.lists(st.sampled_from([0.0, -0.0, 1.0, np.nan, np.inf, -2.0]), min_size=12, max_size=12),
+    values=st.lists(
+        st.sampled_from([0.0, -0.0, 1.0, np.nan, np.inf, -2.0]), min_size=12, max_size=12
+    ),
     keys=st.lists(st.integers(-2, 7), min_size=1, max_size=5),
 )
 def test_property_one_hot(rows: int, values: list[float], keys: list[int]) -> None:
     """NaN and infinity anywhere in the table are seen, as in the product."""
     t = jnp.asarray(np.array(values, np.float32).reshape(6, 2)[:rows])
     check(
-        lambda t, i: jax.nn.one_hot(i, rows, dtype=jnp.float32) @ t, t, jnp.asarray(keys, jnp.int32), bound=Bag(rows)
+        lambda t, i: jax.nn.one_hot(i, rows, dtype=jnp.float32) @ t,
+        t,
+        jnp.asarray(keys, jnp.int32),
+        bound=Bag(rows),
     )
 
 
@@ -140,7 +158,7 @@ def test_property_cast_after_gather(dtype: str, keys: list[int]) -> None:
     check(lambda t, i: t.astype(dtype)[i], t, jnp.asarray(keys, jnp.int32))
 
 
-def test_detection_rewrites_do_not_fire(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detection_rewrites_do_not_fire() -> None:
     i = ids((7,), 100, odd=True)
     x = i.astype(jnp.float32)
     # 0.1 * k is no exact grid; unsorted and NaN boundaries keep their probe sequence.
@@ -149,13 +167,13 @@ def test_detection_rewrites_do_not_fire(monkeypatch: pytest.MonkeyPatch) -> None
         (np.array([3, 1, 2], np.float32), "scan"),
         (np.array([1, np.nan, 2], np.float32), "scan"),
     ):
-        text = printed(compiled(lambda t, x, e=edges: t[jnp.searchsorted(e, x)], T, x), monkeypatch)
+        text = printed(compiled(lambda t, x, e=edges: t[jnp.searchsorted(e, x)], T, x))
         assert f"search.{mode}" in text
-    text = printed(compiled(lambda t, i: t[i], T, i), monkeypatch)
+    text = printed(compiled(lambda t, i: t[i], T, i))
     assert "convert" not in text
 
 
-def test_views_compose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_compose() -> None:
     """Reshapes, transposes, broadcasts and slices of ids leave nothing but strides."""
 
     def fn(t: Any, x: Any) -> Any:
@@ -163,8 +181,8 @@ def test_views_compose(monkeypatch: pytest.MonkeyPatch) -> None:
         return t[jnp.broadcast_to(y, (3, 6, 2)).reshape(3, 6, 2) & 63]
 
     c = compiled(fn, T, odd_ids())
-    assert printed(c, monkeypatch).count("%1(") == 1
-    assert "select" not in printed(c, monkeypatch)
+    assert printed(c).count("%1(") == 1
+    assert "select" not in printed(c)
     assert ops(c).count("load") == 1
     check(fn, T, odd_ids())
 
@@ -183,13 +201,15 @@ def test_count_of_a_mean_comes_from_the_same_pass() -> None:
     check(mean_bag, T, odd_ids(), bound=Bag(5))
 
 
-def test_a_masked_bag_is_index_predicate_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_masked_bag_is_index_predicate_pool() -> None:
     """No wrap, no clamp, no select, no fill is left of a masked bag with hashed ids."""
     for fn in (
         mean_bag,
         lambda t, x: masked(t, jnp.where(x >= 0, x, 0) % 100, x >= 0),
         lambda t, x: masked(t, jnp.where(x < 0, 0, x % 100), ~(x < 0)),
-        lambda t, x: jnp.where((x < 0)[..., None], 0, jnp.take(t, jnp.where(x < 0, 0, x) % 100, axis=0)).sum(1),
+        lambda t, x: jnp.where(
+            (x < 0)[..., None], 0, jnp.take(t, jnp.where(x < 0, 0, x) % 100, axis=0)
+        ).sum(1),
     ):
         c = compiled(fn, T, odd_ids())
         got = ops(c)
@@ -201,19 +221,19 @@ def test_a_masked_bag_is_index_predicate_pool(monkeypatch: pytest.MonkeyPatch) -
             "predicate",
             "pool",
         ], got
-        assert "fill" not in printed(c, monkeypatch)
+        assert "fill" not in printed(c)
         check(fn, T, odd_ids(), bound=Bag(5))
 
 
-def test_mod_keeps_within_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mod_keeps_within_the_table() -> None:
     """x % rows needs neither wrap nor fill, whatever the sign of x; x % (rows + 1) needs both."""
     c = compiled(lambda t, x: jnp.take(t, x % 100, axis=0), T, odd_ids())
-    assert printed(c, monkeypatch) == (
+    assert printed(c) == (
         "%0[select(lt(rem(%1(0;5,1,0), 100), 0), rem(%1(0;5,1,0), 100), "
         "add(rem(%1(0;5,1,0), 100), 100)); clip](0;0,0,1)"
     ).replace("(0;5,1,0)", "(0;in_1,1,0)")
     c = compiled(lambda t, x: jnp.take(t, x % 101, axis=0), T, odd_ids())
-    assert "fill nan" in printed(c, monkeypatch)
+    assert "fill nan" in printed(c)
 
 
 def test_ids_are_computed_once_across_columns() -> None:
@@ -266,7 +286,9 @@ def test_small_tables(rows: int) -> None:
     t = table(rows, 3)
     for mode in ("fill", "clip"):
         check(
-            lambda t, x, mode=mode: jnp.take(t, jnp.clip(x & 3, 0, max(rows - 1, 0)), axis=0, mode=mode),
+            lambda t, x, mode=mode: jnp.take(
+                t, jnp.clip(x & 3, 0, max(rows - 1, 0)), axis=0, mode=mode
+            ),
             t,
             odd_ids(),
             calls=None,

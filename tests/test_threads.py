@@ -30,11 +30,17 @@ def _switch_often() -> Iterator[None]:
 
 
 def model(params: Any, batch: Any) -> Any:
-    cols = [jnp.sum(jnp.take(t, batch[f"c{k}"], axis=0, mode="clip"), axis=1) for k, t in enumerate(params)]
+    cols = [
+        jnp.sum(jnp.take(t, batch[f"c{k}"], axis=0, mode="clip"), axis=1)
+        for k, t in enumerate(params)
+    ]
     return jnp.concatenate([*cols, batch["dense"]], axis=1)
 
 
-PARAMS = [jnp.asarray(np.random.default_rng(k).standard_normal((40 + k, 4), dtype=np.float32)) for k in range(6)]
+PARAMS = [
+    jnp.asarray(np.random.default_rng(k).standard_normal((40 + k, 4), dtype=np.float32))
+    for k in range(6)
+]
 
 
 def make_batch(size: int, seed: int) -> dict[str, Any]:
@@ -113,7 +119,12 @@ def test_first_calls_at_once(cases: Any) -> None:
     """Tracing, compiling, packing the arena: all threads begin together, nobody went before."""
     for _ in range(2):
         serve = recom_jax.optimize(lambda p, b: model(p, b)).bind(PARAMS)
-        run(lambda k, n, serve=serve: check(serve(cases[k % len(cases)][0]), cases[k % len(cases)][1]), calls=1)
+        run(
+            lambda k, n, serve=serve: check(
+                serve(cases[k % len(cases)][0]), cases[k % len(cases)][1]
+            ),
+            calls=1,
+        )
 
 
 def test_results_outlive_their_slots(cases: Any) -> None:
@@ -172,7 +183,9 @@ def test_different_models_at_once(cases: Any) -> None:
 
 def test_numpy_and_device_leaves_at_once(cases: Any) -> None:
     serve = recom_jax.optimize(model).bind(PARAMS)
-    few = [(b, {k: jnp.asarray(v) if k < "c3" else v for k, v in b.items()}, w) for b, w in cases[:4]]
+    few = [
+        (b, {k: jnp.asarray(v) if k < "c3" else v for k, v in b.items()}, w) for b, w in cases[:4]
+    ]
 
     def work(k: int, n: int) -> None:
         host, device, want = few[(k + n) % 4]

@@ -22,9 +22,14 @@ optimize = functools.partial(recom_jax.optimize, options=VERIFY)
 
 def model(params: Any, batch: Any) -> Any:
     """A small model: a lookup, a bucket, a weighted bag, an MLP."""
-    e = jnp.concatenate([
-        params["a"][batch["i"]], jnp.take(params["b"], jnp.digitize(batch["x"], np.array([0.0, 1.0, 2.0])), axis=0),
-        (params["a"][batch["j"]] * params["w"][None, :, None]).sum(1)], -1)
+    e = jnp.concatenate(
+        [
+            params["a"][batch["i"]],
+            jnp.take(params["b"], jnp.digitize(batch["x"], np.array([0.0, 1.0, 2.0])), axis=0),
+            (params["a"][batch["j"]] * params["w"][None, :, None]).sum(1),
+        ],
+        -1,
+    )
     return jax.nn.relu(e @ params["mlp"]).sum(-1)
 
 
@@ -36,12 +41,20 @@ def named(t: jax.Array, i: jax.Array) -> jax.Array:
 
 def params() -> dict[str, jax.Array]:
     rng = np.random.default_rng(0)
-    return {"a": table(ROWS, DIM), "b": table(4, DIM, seed=1), "w": jnp.asarray(rng.normal(size=L).astype(np.float32)),
-            "mlp": jnp.asarray(rng.normal(size=(3 * DIM, 5)).astype(np.float32))}
+    return {
+        "a": table(ROWS, DIM),
+        "b": table(4, DIM, seed=1),
+        "w": jnp.asarray(rng.normal(size=L).astype(np.float32)),
+        "mlp": jnp.asarray(rng.normal(size=(3 * DIM, 5)).astype(np.float32)),
+    }
 
 
 def batch(seed: int = 0) -> dict[str, Any]:
-    return {"i": ids(B, ROWS, seed=seed), "x": jnp.linspace(-1.0, 3.0, B), "j": ids((B, L), ROWS, seed=seed + 1)}
+    return {
+        "i": ids(B, ROWS, seed=seed),
+        "x": jnp.linspace(-1.0, 3.0, B),
+        "j": ids((B, L), ROWS, seed=seed + 1),
+    }
 
 
 def loss(f: Any) -> Any:
@@ -58,16 +71,33 @@ TRANSFORMS = {
     "value_and_grad": lambda f: jax.jit(jax.value_and_grad(loss(f))),
     "checkpoint": lambda f: jax.grad(loss(jax.checkpoint(f))),
     "jvp": lambda f: lambda p, b: jax.jvp(lambda q: f(q, b), (p,), (jax.tree.map(jnp.cos, p),)),
-    "linearize": lambda f: lambda p, b: jax.linearize(lambda q: f(q, b), p)[1](jax.tree.map(jnp.cos, p)),
+    "linearize": lambda f: (
+        lambda p, b: jax.linearize(lambda q: f(q, b), p)[1](jax.tree.map(jnp.cos, p))
+    ),
     "vjp": lambda f: lambda p, b: jax.vjp(lambda q: f(q, b), p)[1](jnp.arange(6.0)),
-    "linear_transpose": lambda f: lambda p, b: jax.vjp(lambda a: f({**p, "a": a}, b), p["a"])[1](jnp.ones(6)),
-    "hvp": lambda f: lambda p, b: jax.jvp(jax.grad(lambda q: loss(f)(q, b)), (p,), (jax.tree.map(jnp.sin, p),))[1],
-    "grad_of_grad": lambda f: lambda p, b: jax.grad(
-        lambda q: sum(jnp.sum(g ** 2) for g in jax.tree.leaves(jax.grad(loss(f))(q, b))))(p),
+    "linear_transpose": lambda f: (
+        lambda p, b: jax.vjp(lambda a: f({**p, "a": a}, b), p["a"])[1](jnp.ones(6))
+    ),
+    "hvp": lambda f: (
+        lambda p, b: jax.jvp(jax.grad(lambda q: loss(f)(q, b)), (p,), (jax.tree.map(jnp.sin, p),))[
+            1
+        ]
+    ),
+    "grad_of_grad": lambda f: (
+        lambda p, b: jax.grad(
+            lambda q: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss(f))(q, b)))
+        )(p)
+    ),
     "jacfwd": lambda f: lambda p, b: jax.jacfwd(lambda w: f({**p, "w": w}, b))(p["w"]),
     "jacrev": lambda f: lambda p, b: jax.jacrev(lambda w: f({**p, "w": w}, b))(p["w"]),
-    "scan": lambda f: lambda p, b: jax.lax.scan(lambda c, s: (c + f(p, b) * s, None), jnp.zeros(B), jnp.arange(3.0))[0],
-    "cond": lambda f: lambda p, b: jax.lax.cond(b["x"][0] < 0, lambda: f(p, b), lambda: jnp.zeros(B)),
+    "scan": lambda f: (
+        lambda p, b: jax.lax.scan(
+            lambda c, s: (c + f(p, b) * s, None), jnp.zeros(B), jnp.arange(3.0)
+        )[0]
+    ),
+    "cond": lambda f: (
+        lambda p, b: jax.lax.cond(b["x"][0] < 0, lambda: f(p, b), lambda: jnp.zeros(B))
+    ),
     "remat_in_jit": lambda f: jax.jit(jax.grad(loss(jax.checkpoint(jax.jit(f))))),
 }
 
@@ -77,15 +107,25 @@ def test_transforms(name: str) -> None:
     make = TRANSFORMS[name]
     # "grad" and "vjp" run as they are, an operation at a time; the rest under jit, which is faster.
     outer = jax.jit if name not in ("plain", "grad", "grad_jit", "vjp") else lambda f: f
-    got, want = outer(make(optimize(model)))(params(), batch()), outer(make(model))(params(), batch())
+    got, want = (
+        outer(make(optimize(model)))(params(), batch()),
+        outer(make(model))(params(), batch()),
+    )
     assert_same(got, want, jax.tree.map(lambda x: 1e-5 * float(jnp.abs(x).max()) + 1e-3, want))
     text = jax.jit(make(optimize(model))).lower(params(), batch()).as_text()
     assert "recom_fused_v1" in text
 
 
-@pytest.mark.parametrize("in_axes", [
-    (None, 0), (0, None), (0, 0), (None, {"i": 0, "x": None, "j": 1}),
-    ({"a": 0, "b": None, "w": None, "mlp": None}, None)])
+@pytest.mark.parametrize(
+    "in_axes",
+    [
+        (None, 0),
+        (0, None),
+        (0, 0),
+        (None, {"i": 0, "x": None, "j": 1}),
+        ({"a": 0, "b": None, "w": None, "mlp": None}, None),
+    ],
+)
 def test_vmap(in_axes: Any) -> None:
     def leaf(x: Any, axis: Any) -> Any:
         return x if axis is None else jnp.stack([x, x[::-1], x], axis)
@@ -104,7 +144,10 @@ def test_vmap_of_ids_stays_fused_and_exact() -> None:
     f = optimize(lambda t, i: jnp.concatenate([t[i], t[i % 3]], -1))
     args = table(ROWS, DIM), ids((3, B), ROWS, odd=True)
     mapped = jax.jit(jax.vmap(f, in_axes=(None, 0)))
-    assert_same(mapped(*args), jax.vmap(lambda i: jnp.concatenate([args[0][i], args[0][i % 3]], -1))(args[1]))
+    assert_same(
+        mapped(*args),
+        jax.vmap(lambda i: jnp.concatenate([args[0][i], args[0][i % 3]], -1))(args[1]),
+    )
     assert "recom_fused_v1" in mapped.lower(*args).as_text()
 
 
@@ -114,17 +157,23 @@ def test_vmap_of_grad_and_grad_of_vmap() -> None:
 
     t, i = table(ROWS, DIM), ids((B, L), ROWS)
     f = optimize(one)
-    for make in (lambda g: jax.vmap(jax.grad(g), (None, 0)),
-                 lambda g: jax.grad(lambda t, i: jax.vmap(g, (None, 0))(t, i).sum())):
+    for make in (
+        lambda g: jax.vmap(jax.grad(g), (None, 0)),
+        lambda g: jax.grad(lambda t, i: jax.vmap(g, (None, 0))(t, i).sum()),
+    ):
         assert_same(jax.jit(make(f))(t, i), jax.jit(make(one))(t, i), 1e-3)
 
 
 BAGS = {
     "sum": lambda t, w, i: t[i].sum(1),
-    "mean": lambda t, w, i: (t[i] * (i > 2)[..., None]).sum(1) / jnp.maximum((i > 2).sum(1, keepdims=True), 1),
+    "mean": lambda t, w, i: (
+        (t[i] * (i > 2)[..., None]).sum(1) / jnp.maximum((i > 2).sum(1, keepdims=True), 1)
+    ),
     "weights": lambda t, w, i: jnp.einsum("blh,bl->bh", t[i], w),
     "max": lambda t, w, i: t[i].max(1),
-    "segment": lambda t, w, i: jax.ops.segment_sum(t[i.reshape(-1)] * w.reshape(-1)[:, None], i.reshape(-1) % 4, 4),
+    "segment": lambda t, w, i: jax.ops.segment_sum(
+        t[i.reshape(-1)] * w.reshape(-1)[:, None], i.reshape(-1) % 4, 4
+    ),
     "one_hot": lambda t, w, i: jax.nn.one_hot(i, ROWS) @ t,
     "cast": lambda t, w, i: t.astype(jnp.bfloat16)[i].astype(jnp.float32) * w[..., None],
     "out_of_range": lambda t, w, i: jnp.take(t, i * 3 - 5, axis=0, mode="clip") * w[..., None],
@@ -143,14 +192,18 @@ def test_gradients_of_tables_and_weights(name: str) -> None:
 
     f = optimize(bag)
     assert_same(jax.grad(total(f), (0, 1))(t, w), jax.grad(total(bag), (0, 1))(t, w), 1e-3)
-    assert_same(jax.jvp(lambda t: f(t, w, i), (t,), (t,)), jax.jvp(lambda t: bag(t, w, i), (t,), (t,)), 1e-3)
+    assert_same(
+        jax.jvp(lambda t: f(t, w, i), (t,), (t,)), jax.jvp(lambda t: bag(t, w, i), (t,), (t,)), 1e-3
+    )
 
 
 def test_no_gradient_flows_into_integers() -> None:
     f = optimize(lambda t, i, q: t[i] * q[i].astype(jnp.float32))
     t, i, q = table(ROWS, DIM), ids(B, ROWS), table(ROWS, DIM, jnp.int8)
     got = jax.grad(lambda *a: f(*a).sum(), (0, 1, 2), allow_int=True)(t, i, q)
-    want = jax.grad(lambda t, i, q: (t[i] * q[i].astype(jnp.float32)).sum(), (0, 1, 2), allow_int=True)(t, i, q)
+    want = jax.grad(
+        lambda t, i, q: (t[i] * q[i].astype(jnp.float32)).sum(), (0, 1, 2), allow_int=True
+    )(t, i, q)
     assert_same(got[0], want[0], 1e-2)
     assert got[1].dtype == want[1].dtype == jax.dtypes.float0
     assert got[2].shape == want[2].shape
@@ -161,7 +214,9 @@ def test_custom_derivatives_downstream_are_kept() -> None:
     def straight_through(x: Any) -> Any:
         return jnp.round(x)
 
-    straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0] * 3.0))
+    straight_through.defjvp(
+        lambda primals, tangents: (straight_through(*primals), tangents[0] * 3.0)
+    )
 
     @jax.custom_vjp
     def clipped(x: Any) -> Any:
@@ -170,7 +225,11 @@ def test_custom_derivatives_downstream_are_kept() -> None:
     clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.25, 0.25),))
 
     def f(t: Any, i: Any) -> Any:
-        return straight_through(t[i]).sum() + clipped(t[i + 1] * 2.0).sum() + jax.nn.relu(t[i] * 0.0).sum()
+        return (
+            straight_through(t[i]).sum()
+            + clipped(t[i + 1] * 2.0).sum()
+            + jax.nn.relu(t[i] * 0.0).sum()
+        )
 
     t, i = table(ROWS, DIM), ids(B, ROWS - 1)
     assert_same(jax.grad(optimize(f))(t, i), jax.grad(f)(t, i), 1e-5)
@@ -220,7 +279,10 @@ def test_keywords_defaults_and_static_arguments() -> None:
         return jnp.take(t, i, axis=0, mode=mode) * scale * times
 
     args = table(ROWS, DIM), ids(B, ROWS, odd=True)
-    for keywords in ({"static_argnums": (2,), "static_argnames": ("times",)}, {"static_argnames": ("mode", "times")}):
+    for keywords in (
+        {"static_argnums": (2,), "static_argnames": ("times",)},
+        {"static_argnames": ("mode", "times")},
+    ):
         g, plain = optimize(f, **keywords), jax.jit(f, **keywords)
         assert_same(g(*args), plain(*args))
         assert_same(g(*args, "wrap", times=3), plain(*args, "wrap", times=3))

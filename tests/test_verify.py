@@ -50,7 +50,9 @@ MODELS: dict[str, Callable[[], list[Program]]] = {
     "recflex": lambda: _columns(recflex("A", scale=0.02, max_rows=100)),
     "recflex mlperf": lambda: _columns(recflex("mlperf", scale=1.0, max_rows=100)),
     "dlrm": lambda: _columns(Dlrm(vocabulary=50)),
-    "movielens": lambda: programs(MovieLensModel().columns, MovieLensModel().init(), movielens_batch(5)),
+    "movielens": lambda: programs(
+        MovieLensModel().columns, MovieLensModel().init(), movielens_batch(5)
+    ),
 }
 
 
@@ -152,15 +154,21 @@ def in_bag_space(op: str) -> Program:
     """An instruction of a region, moved in front of it."""
     k = first(op.lower())
     c = GOOD.classes[k]
-    region = next(i for i in c.code if i.op in ("REGION", "JREGION") and any(j.op == op for j in i.body))
+    region = next(
+        i for i in c.code if i.op in ("REGION", "JREGION") and any(j.op == op for j in i.body)
+    )
     moved = next(j for j in region.body if j.op == op)
     classes = list(GOOD.classes)
-    classes[k] = dataclasses.replace(c, code=(*region.body[: region.body.index(moved)], moved, *c.code))
+    classes[k] = dataclasses.replace(
+        c, code=(*region.body[: region.body.index(moved)], moved, *c.code)
+    )
     return dataclasses.replace(GOOD, classes=tuple(classes))
 
 
 def column(**changes: Any) -> Program:
-    return dataclasses.replace(GOOD, columns=(dataclasses.replace(GOOD.columns[0], **changes), *GOOD.columns[1:]))
+    return dataclasses.replace(
+        GOOD, columns=(dataclasses.replace(GOOD.columns[0], **changes), *GOOD.columns[1:])
+    )
 
 
 def slot_out_of_range(kind: str) -> Program:
@@ -171,16 +179,57 @@ def slot_out_of_range(kind: str) -> Program:
 
 
 def dims(**changes: Any) -> Program:
-    return dataclasses.replace(GOOD, dims=(dataclasses.replace(GOOD.dims[0], **changes), *GOOD.dims[1:]))
+    return dataclasses.replace(
+        GOOD, dims=(dataclasses.replace(GOOD.dims[0], **changes), *GOOD.dims[1:])
+    )
+
+
+def float_rows() -> Program:
+    """A lookup by a number that is no integer."""
+    k = next(n for n, c in enumerate(GOOD.classes) if "search" in str(c))
+    p, r = fresh_reg(GOOD, k, Reg("bag", "float32", -1))
+    c = p.classes[k]
+    code = [replaced(i, "INDEX", 2, r) for i in c.code]
+    const = Instr("CONST", (r, c.slots.index(IMM)))
+    changed = dataclasses.replace(c, code=(const, *code))
+    return dataclasses.replace(p, classes=(*p.classes[:k], changed, *p.classes[k + 1 :]))
+
+
+def replaced(i: Instr, op: str, where: int, value: Any) -> Instr:
+    return args(i, where, value) if i.op == op else i
+
+
+def float_segments() -> Program:
+    """The jagged bag's segment ids made floats, with a load of floats."""
+    k = first("jregion")
+    p, r = fresh_reg(GOOD, k, Reg("pos", "float32", -1))
+    p = edit("JREGION", lambda i: args(i, 1, r), p)
+    return edit("JREGION", lambda i: dataclasses.replace(i, body=(*i.body, bogus_const(p, r))), p)
+
+
+def bogus_const(p: Program, register: int) -> Instr:
+    return Instr("CONST", (register, p.classes[first("jregion")].slots.index(IMM)))
 
 
 BROKEN: dict[str, tuple[Callable[[], Program], str]] = {
     "a dim of a later one": (lambda: dims(kind="add", a=5, b=0), r"dim 0 refers to a later one"),
-    "a dim of no axis": (lambda: dims(kind="operand_axis", a=0, b=7), r"dim 0 reads an axis that does not exist"),
-    "a dim of no operand": (lambda: dims(kind="operand_axis", a=77, b=0), r"dim 0 reads an axis that does not exist"),
+    "a dim of no axis": (
+        lambda: dims(kind="operand_axis", a=0, b=7),
+        r"dim 0 reads an axis that does not exist",
+    ),
+    "a dim of no operand": (
+        lambda: dims(kind="operand_axis", a=77, b=0),
+        r"dim 0 reads an axis that does not exist",
+    ),
     "no such class": (lambda: column(cls=17), r"column 0 has no class"),
-    "a value too few": (lambda: column(values=GOOD.columns[0].values[:-1]), r"column 0 has \d+ values for \d+ slots"),
-    "no such operand": (lambda: slot_out_of_range("OPERAND"), r"column 0: OPERAND 99 does not exist"),
+    "a value too few": (
+        lambda: column(values=GOOD.columns[0].values[:-1]),
+        r"column 0 has \d+ values for \d+ slots",
+    ),
+    "no such operand": (
+        lambda: slot_out_of_range("OPERAND"),
+        r"column 0: OPERAND 99 does not exist",
+    ),
     "no such result": (lambda: slot_out_of_range("RESULT"), r"column 0: RESULT 99 does not exist"),
     "no such dim": (lambda: slot_out_of_range("DIM"), r"column 0: DIM 99 does not exist"),
     "unknown instruction": (
@@ -197,7 +246,11 @@ BROKEN: dict[str, tuple[Callable[[], Program], str]] = {
     ),
     "a jagged region over two axes": (
         lambda: dataclasses.replace(
-            GOOD, classes=tuple(dataclasses.replace(c, outer=(*c.outer, c.outer[0])) for c in GOOD.classes)
+            GOOD,
+            classes=tuple(
+                dataclasses.replace(c, outer=(*c.outer, c.outer[0])) if "jregion" in str(c) else c
+                for c in GOOD.classes
+            ),
         ),
         r"jregion .*: jagged bags have one axis",
     ),
@@ -205,12 +258,18 @@ BROKEN: dict[str, tuple[Callable[[], Program], str]] = {
         lambda: with_reg("INDEX", 1, space="bag"),
         r"index .*: r\d+ is in bag space, not pos",
     ),
-    "pooling into a position": (lambda: with_reg("POOL", 2, space="pos"), r"pool .*: r\d+ is in pos space, not bag"),
+    "pooling into a position": (
+        lambda: with_reg("POOL", 2, space="pos"),
+        r"pool .*: r\d+ is in pos space, not bag",
+    ),
     "no such binary operation": (
         lambda: edit("BINARY", lambda i: args(i, 0, "pow")),
         r"binary pow .*: no such operation",
     ),
-    "two dtypes": (lambda: with_reg("BINARY", 3, dtype="int16"), r"binary .*: operands of two dtypes"),
+    "two dtypes": (
+        lambda: with_reg("BINARY", 3, dtype="int16"),
+        r"binary .*: operands of two dtypes",
+    ),
     "a comparison that is no bool": (
         lambda: with_reg("PREDICATE", 2, dtype="int32"),
         r": result is int32, not bool|the mask is int32",
@@ -220,15 +279,85 @@ BROKEN: dict[str, tuple[Callable[[], Program], str]] = {
         r"unary tan .*: no such operation",
     ),
     "a mask never made": (wrong_predicate, r"predicate .*: r\d+ is read before it is written"),
-    "a float row number": (lambda: with_reg("SEARCH", 2, dtype="float32"), r"index .*: a row number of type float32"),
-    "narrow row numbers": (lambda: with_reg("INDEX", 1, dtype="int32"), r"index .*: row numbers are int64"),
-    "a lookup of one number": (lambda: with_reg("TAKE", 1, width=-1), r"take .*: a lookup gives rows"),
-    "pooling outside a region": (lambda: in_bag_space("POOL"), r"pos space, not bag|pooling happens in a region"),
+    "a float row number": (
+        float_rows,
+        r"index .*: a row number of type float32",
+    ),
+    "narrow row numbers": (
+        lambda: with_reg("INDEX", 1, dtype="int32"),
+        r"index .*: row numbers are int64",
+    ),
+    "a lookup of one number": (
+        lambda: with_reg("TAKE", 1, width=-1),
+        r"take .*: a lookup gives rows",
+    ),
+    "pooling outside a region": (
+        lambda: in_bag_space("POOL"),
+        r"pos space, not bag|pooling happens in a region",
+    ),
     "accumulating outside a region": (
         lambda: in_bag_space("ACC"),
         r"pos space, not bag|accumulation happens in a region",
     ),
-    "accumulating another dtype": (lambda: with_reg("ACC", 1, dtype="int64"), r"acc .*: accumulates another dtype"),
+    "a store of another dtype": (
+        lambda: dataclasses.replace(GOOD, results=(("int32", 2),)),
+        r"column \d+, class \d+, store .*: float32 for an array of int32",
+    ),
+    "a store of another rank": (
+        lambda: edit("STORE", lambda i: args(i, 3, 0)),
+        r"store .*: \d strides for \d axes",
+    ),
+    "a store of too few strides": (
+        lambda: edit("STORE", lambda i: Instr("STORE", (*i.args[:4], i.args[-1]))),
+        r"store .*: 0 strides for 1 axes",
+    ),
+    "a load of another dtype": (
+        lambda: dataclasses.replace(
+            GOOD,
+            operands=tuple(("int16" if d == "int32" else d, n) for d, n in GOOD.operands),
+        ),
+        r"column \d+, class \d+, load .*: int32 for an array of int16",
+    ),
+    "a load of another rank": (
+        lambda: edit("LOAD", lambda i: Instr("LOAD", i.args[:-1])),
+        r"load .*: \d strides for \d axes",
+    ),
+    "a table of another dtype": (
+        lambda: dataclasses.replace(
+            GOOD,
+            operands=tuple(
+                ("float64" if n == 2 and d == "float32" else d, n) for d, n in GOOD.operands
+            ),
+        ),
+        r"column \d+, class \d+, (take|pool) .*: float32 for an array of float64",
+    ),
+    "a constant that is a size": (
+        lambda: edit(
+            "CONST", lambda i: args(i, 1, GOOD.classes[first("const")].slots.index("OPERAND"))
+        ),
+        r"const .*: s\d+ is a OPERAND slot, not a number's",
+    ),
+    "a size that is an array": (
+        lambda: edit("LOAD", lambda i: args(i, 2, i.args[1])),
+        r"load .*: s\d+ is a OPERAND slot, not a size's",
+    ),
+    "an array that is a size": (
+        lambda: edit("LOAD", lambda i: args(i, 1, i.args[2])),
+        r"load .*: s\d+ is no OPERAND slot",
+    ),
+    "a unary result of another dtype": (
+        lambda: with_reg("UNARY", 1, dtype="int32"),
+        r"unary neg .*: result is int32, not float32",
+    ),
+    "a bucket that is no int32": (
+        lambda: with_reg("SEARCH", 2, dtype="int64"),
+        r"search .*: a bucket's number of type int64",
+    ),
+    "a float bag number": (float_segments, r"jregion .*: a bag's number of type float32"),
+    "accumulating another dtype": (
+        lambda: with_reg("ACC", 1, dtype="int64"),
+        r"acc .*: accumulates another dtype",
+    ),
 }
 
 

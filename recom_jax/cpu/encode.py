@@ -33,7 +33,7 @@ class Encoded:
 @functools.lru_cache(maxsize=1)
 def constants() -> dict[str, Any]:
     """Every number of the format, from the extension itself."""
-    return _recom.constants()
+    return dict(_recom.constants())
 
 
 def encode(program: Program) -> Encoded:
@@ -49,8 +49,16 @@ def encode(program: Program) -> Encoded:
     for column in program.columns:
         words.append(column.cls)
         words += column.values
-    head = [c["magic"]["PROGRAM_MAGIC"], c["magic"]["VERSION"], len(words) + 8, len(program.dims),
-            len(program.operands), len(program.results), len(program.classes), len(program.columns)]
+    head = [
+        c["magic"]["PROGRAM_MAGIC"],
+        c["magic"]["VERSION"],
+        len(words) + 8,
+        len(program.dims),
+        len(program.operands),
+        len(program.results),
+        len(program.classes),
+        len(program.columns),
+    ]
     data = np.array(head + words, dtype=np.int64).tobytes()
     return Encoded(data, hashlib.blake2b(data, digest_size=16).hexdigest())
 
@@ -67,7 +75,9 @@ def _code(code: Sequence[Instr], c: dict[str, Any]) -> list[int]:
     words: list[int] = []
     for i in code:
         enums = _ENUMS.get(i.op, ())
-        args = [c[enums[k]][a] if k < len(enums) and enums[k] else int(a) for k, a in enumerate(i.args)]
+        args = [
+            c[enums[k]][a] if k < len(enums) and enums[k] else int(a) for k, a in enumerate(i.args)
+        ]
         if i.op in ("REGION", "JREGION"):
             body = _code(i.body, c)
             args += [len(body), *body]
@@ -77,6 +87,11 @@ def _code(code: Sequence[Instr], c: dict[str, Any]) -> list[int]:
 
 # Which enum the leading arguments of an instruction come from ("" = a plain number).
 _ENUMS: dict[str, tuple[str, ...]] = {
-    "UNARY": ("unary",), "BINARY": ("binary",), "SEARCH": ("search_mode", "side"), "SEARCH_UNIFORM": ("side",),
-    "INDEX": ("index_mode",), "POOL": ("", "kind"), "ACC": ("kind",),
+    "UNARY": ("unary",),
+    "BINARY": ("binary",),
+    "SEARCH": ("search_mode", "side"),
+    "SEARCH_UNIFORM": ("side",),
+    "INDEX": ("index_mode",),
+    "POOL": ("", "kind"),
+    "ACC": ("kind",),
 }

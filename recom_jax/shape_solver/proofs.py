@@ -27,6 +27,15 @@ def sorted_ascending(array: np.ndarray[Any, Any]) -> bool:
     return bool((array[:-1] <= array[1:]).all())
 
 
+def has_subnormals(array: np.ndarray[Any, Any]) -> bool:
+    """Whether a float vector holds a denormal number. False for any other dtype."""
+    t = dtype_of(array.dtype.name)
+    if t.kind != "float":
+        return False
+    wide = array.astype(np.float64)
+    return bool(((wide != 0) & (np.abs(wide) < t.tiny)).any())
+
+
 def uniform_grid(array: np.ndarray[Any, Any]) -> tuple[float, float, int] | None:
     """``(start, step, n)`` when a float vector is exactly ``start + k*step``, k = 0 .. n-1, else
     None.
@@ -49,7 +58,7 @@ def uniform_grid(array: np.ndarray[Any, Any]) -> tuple[float, float, int] | None
         # induction.
         if not (step >= t.tiny and exact and bool((steps == step).all())):
             return None
-        if bool(((wide != 0) & (np.abs(wide) < t.tiny)).any()):
+        if has_subnormals(array):
             return None
         own = array.dtype.type(step)
         k = np.arange(n)

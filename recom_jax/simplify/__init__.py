@@ -27,7 +27,9 @@ CONTEXT_REWRITES = {
     "masked-lookup": "under a mask the mask is true: where(m, table[where(m, i, c)], 0) = where(m, table[i], 0)",
     "facts-under-mask": "under a mask its comparisons bound their operands: where(x >= 0, x % n, 0) needs no sign",
 }
-NAMES: frozenset[str] = frozenset(DETECTION_REWRITES) | frozenset(CONTEXT_REWRITES) | frozenset(RULES)
+NAMES: frozenset[str] = (
+    frozenset(DETECTION_REWRITES) | frozenset(CONTEXT_REWRITES) | frozenset(RULES)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +51,9 @@ class Simplified:
         return "\n".join(lines)
 
 
-def simplify(pool: ir.Pool, outputs: Sequence[Output], constants: dict[int, Any],
-             disabled: frozenset[str]) -> Simplified:
+def simplify(
+    pool: ir.Pool, outputs: Sequence[Output], constants: dict[int, Any], disabled: frozenset[str]
+) -> Simplified:
     """Rewrites every expression of every result, bottom up, until no rule applies.
 
     Args:
@@ -65,7 +68,10 @@ def simplify(pool: ir.Pool, outputs: Sequence[Output], constants: dict[int, Any]
 class _Simplifier:
     def __init__(self, pool: ir.Pool, facts: Facts, disabled: frozenset[str]) -> None:
         self.pool, self.facts = pool, facts
-        self.itself, self.bounds = "masked-lookup" not in disabled, "facts-under-mask" not in disabled
+        self.itself, self.bounds = (
+            "masked-lookup" not in disabled,
+            "facts-under-mask" not in disabled,
+        )
         self.memo: dict[tuple[int, int], ir.Expr] = {}
         self.keep: list[ir.Expr] = []  # ids in memo stay valid while their objects live
         self.fired: dict[tuple[int, int], list[str]] = {}
@@ -78,7 +84,11 @@ class _Simplifier:
     def value(self, v: Val) -> Val:
         if v.expr is not None:
             return Val(v.shape, self.root(v.expr))
-        return Val(v.shape, None, tuple(Part(self.root(p.expr), p.shape, p.offset, p.strides) for p in v.parts))
+        return Val(
+            v.shape,
+            None,
+            tuple(Part(self.root(p.expr), p.shape, p.offset, p.strides) for p in v.parts),
+        )
 
     def root(self, e: ir.Expr) -> ir.Expr:
         new = self.run(e, self.facts)
@@ -117,7 +127,9 @@ class _Simplifier:
             if isinstance(e, (ir.Reduce, ir.SegReduce)):
                 within = facts.root  # another index space
             elif isinstance(e, ir.Op) and e.name == "select" and k and (self.itself or self.bounds):
-                within = facts.assuming(children[0], k == 2, c, itself=self.itself, bounds=self.bounds)
+                within = facts.assuming(
+                    children[0], k == 2, c, itself=self.itself, bounds=self.bounds
+                )
             children.append(self.run(c, within))
             fired += self.fired[id(c), id(within)]
         return self.pool.with_children(e, children)
@@ -138,4 +150,8 @@ class _Simplifier:
         """Which of the context rewrites a step owes its facts to."""
         if not (self.itself and self.bounds):
             return "masked-lookup" if self.itself else "facts-under-mask"
-        return "masked-lookup" if rule.apply(self.pool, facts.identities(), e) is new else "facts-under-mask"
+        return (
+            "masked-lookup"
+            if rule.apply(self.pool, facts.identities(), e) is new
+            else "facts-under-mask"
+        )

@@ -65,7 +65,11 @@ class Facts:
             # Sizes are symbols: all that is known is the sign, and that an index fits its dtype.
             top = Fact.top(e.dtype)
             known = all(isinstance(s, int) and s >= 0 for s in (e.offset, *e.strides))
-            return Fact(e.dtype, 0, top.hi, True, True) if known and e.dtype in ("int32", "int64") else top
+            return (
+                Fact(e.dtype, 0, top.hi, True, True)
+                if known and e.dtype in ("int32", "int64")
+                else top
+            )
         if isinstance(e, ir.Op):
             if e.name == "select" and self.selects:
                 return self._select(e)
@@ -74,7 +78,11 @@ class Facts:
             return rules.search(e.dtype, e.count)
         if isinstance(e, (ir.Reduce, ir.SegReduce)) and e.kind in ("max", "min"):
             data = self.root.of(e.children[0])
-            return data.join(Fact.const(e.dtype, e.init)) if data.dtype == e.dtype else Fact.top(e.dtype)
+            return (
+                data.join(Fact.const(e.dtype, e.init))
+                if data.dtype == e.dtype
+                else Fact.top(e.dtype)
+            )
         return Fact.top(e.dtype)
 
     def _select(self, e: ir.Op) -> Fact:
@@ -89,8 +97,15 @@ class Facts:
 
     # ---- contexts -----------------------------------------------------------------------------------------
 
-    def assuming(self, pred: ir.Expr, truth: bool, branch: ir.Expr, *, itself: bool = True,
-                 bounds: bool = True) -> Facts:
+    def assuming(
+        self,
+        pred: ir.Expr,
+        truth: bool,
+        branch: ir.Expr,
+        *,
+        itself: bool = True,
+        bounds: bool = True,
+    ) -> Facts:
         """The facts of `branch` where `pred` is known to be `truth`.
 
         Args:
@@ -109,7 +124,8 @@ class Facts:
             inner.assumed = {**self.assumed, **inner.assumed}
             inner._keep.append(pred)
         new = inner.assumed.keys() - self.assumed.keys() | {
-            k for k in self.assumed if inner.assumed[k] != self.assumed[k]}
+            k for k in self.assumed if inner.assumed[k] != self.assumed[k]
+        }
         return inner if _mentions(branch, new) else self
 
     def identities(self) -> Facts:
@@ -120,7 +136,9 @@ class Facts:
             inner.assumed = {k: f for k, f in self.assumed.items() if f.dtype == "bool"}
         return self._identities
 
-    def _assume(self, pred: ir.Expr, truth: bool, out: dict[int, Fact], itself: bool, bounds: bool) -> None:
+    def _assume(
+        self, pred: ir.Expr, truth: bool, out: dict[int, Fact], itself: bool, bounds: bool
+    ) -> None:
         if itself and not isinstance(pred, ir.Const):
             out[id(pred)] = Fact.const("bool", truth)
         if not isinstance(pred, ir.Op) or pred.dtype != "bool":

@@ -44,7 +44,12 @@ def _integer(dtype: str) -> bool:
 
 def _log2(e: ir.Expr) -> int | None:
     """k where `e` is the integer constant 2**k, k > 0."""
-    if not isinstance(e, ir.Const) or not _integer(e.dtype) or e.value < 2 or e.value & (e.value - 1):
+    if (
+        not isinstance(e, ir.Const)
+        or not _integer(e.dtype)
+        or e.value < 2
+        or e.value & (e.value - 1)
+    ):
         return None
     return int(e.value).bit_length() - 1
 
@@ -89,9 +94,15 @@ def _fold(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
         if e.name != "convert" or not isinstance(a, ir.Const) or not _integer(a.dtype):
             return None
         value = float(a.value)
-        return pool.const(e.dtype, value) if value == a.value == round_to(value, dtype_of(e.dtype)) else None
+        return (
+            pool.const(e.dtype, value)
+            if value == a.value == round_to(value, dtype_of(e.dtype))
+            else None
+        )
     f = facts.of(e)
-    return pool.const(e.dtype, bool(f.lo) if e.dtype == "bool" else int(f.lo)) if f.is_const else None
+    return (
+        pool.const(e.dtype, bool(f.lo) if e.dtype == "bool" else int(f.lo)) if f.is_const else None
+    )
 
 
 def _const_select(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
@@ -119,9 +130,13 @@ def _identity(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
             return x
         if e.name == "mul" and _is(c, 1):
             return x
-        if e.name == "and" and _is(c, -1 if dtype_of(e.dtype).kind == "int" else int(dtype_of(e.dtype).hi)):
+        if e.name == "and" and _is(
+            c, -1 if dtype_of(e.dtype).kind == "int" else int(dtype_of(e.dtype).hi)
+        ):
             return x
-    if (_is(b, 0) and e.name in ("sub", "shl", "shr_l", "shr_a")) or (_is(b, 1) and e.name == "div"):
+    if (_is(b, 0) and e.name in ("sub", "shl", "shr_l", "shr_a")) or (
+        _is(b, 1) and e.name == "div"
+    ):
         return a
     return None
 
@@ -157,7 +172,12 @@ def _merge_masks(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
     """where(m, where(n, x, c), c) = where(m & n, x, c), and where(m, c, where(n, c, x)) likewise."""
     pred, on_false, on_true = e.args
     for mine, other, name, k in ((on_false, on_true, "and", 1), (on_true, on_false, "or", 2)):
-        if isinstance(mine, ir.Const) and isinstance(other, ir.Op) and other.name == "select" and other.args[k] is mine:
+        if (
+            isinstance(mine, ir.Const)
+            and isinstance(other, ir.Op)
+            and other.name == "select"
+            and other.args[k] is mine
+        ):
             both = pool.op(name, "bool", pred, other.args[0])
             args = (mine, other.args[2]) if k == 1 else (other.args[1], mine)
             return pool.op("select", e.dtype, both, *args, exact=e.exact, arith=e.arith)
@@ -197,7 +217,9 @@ def _convert_under_mask(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None
     if not _zero(on_false) or not on_true.takes:
         return None
     rows = pool.op("convert", e.dtype, on_true, exact=e.exact, arith=e.arith)
-    return pool.op("select", e.dtype, pred, pool.const(e.dtype, 0.0), rows, exact=e.exact, arith=e.arith)
+    return pool.op(
+        "select", e.dtype, pred, pool.const(e.dtype, 0.0), rows, exact=e.exact, arith=e.arith
+    )
 
 
 # ---- arithmetic of ids ---------------------------------------------------------------------------------------
@@ -241,7 +263,12 @@ def _rem_power(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
 def _mod_power(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
     """jnp.mod(x, 2**k) = select(r < 0, r, r + 2**k) with r = rem(x, 2**k): x & (2**k - 1), x of any sign."""
     pred, r, wrapped = e.args
-    if not (isinstance(r, ir.Op) and r.name == "rem" and isinstance(wrapped, ir.Op) and wrapped.name == "add"):
+    if not (
+        isinstance(r, ir.Op)
+        and r.name == "rem"
+        and isinstance(wrapped, ir.Op)
+        and wrapped.name == "add"
+    ):
         return None
     x, c = r.args
     if _log2(c) is None or set(map(id, wrapped.args)) != {id(r), id(c)}:
@@ -267,10 +294,17 @@ def _floor_div_power(pool: ir.Pool, facts: Facts, e: ir.Op) -> ir.Expr | None:
         return None
     x, c = q.args
     k = _log2(c)
-    if k is None or dtype_of(e.dtype).kind != "int" or less.children[0] is not q or not _is(less.children[1], 1):
+    if (
+        k is None
+        or dtype_of(e.dtype).kind != "int"
+        or less.children[0] is not q
+        or not _is(less.children[1], 1)
+    ):
         return None
-    wanted = [pool.op("ne", "bool", pool.op("sign", e.dtype, x), pool.const(e.dtype, 1)),
-              pool.op("ne", "bool", pool.op("rem", e.dtype, x, c), pool.const(e.dtype, 0))]
+    wanted = [
+        pool.op("ne", "bool", pool.op("sign", e.dtype, x), pool.const(e.dtype, 1)),
+        pool.op("ne", "bool", pool.op("rem", e.dtype, x, c), pool.const(e.dtype, 0)),
+    ]
     if set(map(id, pred.children)) != set(map(id, wanted)):
         return None
     return pool.op("shr_a", e.dtype, x, pool.const(e.dtype, k), exact=e.exact)
@@ -314,28 +348,87 @@ def _index_as_is(pool: ir.Pool, facts: Facts, e: ir.Take) -> ir.Expr | None:
     return None if a is None or a.dtype == "bool" else pool.retake(e, idx=a)
 
 
-_FOLDED = ("add", "sub", "mul", "div", "rem", "max", "min", "and", "or", "xor", "shl", "shr_l", "shr_a", "eq", "ne",
-           "lt", "le", "gt", "ge", "not", "neg", "abs", "sign", "convert", "select")
-_NEUTRAL = ("add", "sub", "mul", "div", "and", "or", "xor", "shl", "shr_l", "shr_a", "eq", "ne", "not")
+_FOLDED = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "rem",
+    "max",
+    "min",
+    "and",
+    "or",
+    "xor",
+    "shl",
+    "shr_l",
+    "shr_a",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "not",
+    "neg",
+    "abs",
+    "sign",
+    "convert",
+    "select",
+)
+_NEUTRAL = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "and",
+    "or",
+    "xor",
+    "shl",
+    "shr_l",
+    "shr_a",
+    "eq",
+    "ne",
+    "not",
+)
 
 RULES: dict[str, Rewrite] = {
-    "fold-constants": Rewrite(_FOLDED, _fold, "the interval of an integer or boolean is one number"),
+    "fold-constants": Rewrite(
+        _FOLDED, _fold, "the interval of an integer or boolean is one number"
+    ),
     "drop-negative-wrap": Rewrite(("select",), _negative_wrap, "the id's interval is not negative"),
-    "select-of-constant": Rewrite(("select",), _const_select, "the predicate is constant, or both cases are one"),
+    "select-of-constant": Rewrite(
+        ("select",), _const_select, "the predicate is constant, or both cases are one"
+    ),
     "identity-arithmetic": Rewrite(_NEUTRAL, _identity, "a neutral integer or boolean constant"),
     "unit-weight": Rewrite(("mul", "div"), _unit_weight, "the weight is the constant 1"),
     "implied-predicate": Rewrite(("and", "or"), _implied, "one predicate decides the other"),
     "drop-clamp": Rewrite(("max", "min"), _clamp, "the operand's interval lies within the bound"),
     "mod-power-of-two": Rewrite(("select",), _mod_power, "the divisor is a constant power of two"),
-    "rem-power-of-two": Rewrite(("rem",), _rem_power, "a power of two; the dividend is not negative"),
-    "div-power-of-two": Rewrite(("div",), _div_power, "a power of two; the dividend is not negative"),
-    "floor-div-power-of-two": Rewrite(("select",), _floor_div_power, "the divisor is a constant power of two"),
+    "rem-power-of-two": Rewrite(
+        ("rem",), _rem_power, "a power of two; the dividend is not negative"
+    ),
+    "div-power-of-two": Rewrite(
+        ("div",), _div_power, "a power of two; the dividend is not negative"
+    ),
+    "floor-div-power-of-two": Rewrite(
+        ("select",), _floor_div_power, "the divisor is a constant power of two"
+    ),
     "merge-masks": Rewrite(("select",), _merge_masks, "both filters put the same constant"),
     "mask-first": Rewrite(("select",), _mask_first, "the case that holds no lookup is a constant"),
-    "weight-under-mask": Rewrite(("mul",), _weight_under_mask, "the weight is finite, not negative, not -0.0"),
-    "convert-under-mask": Rewrite(("convert",), _convert_under_mask, "masked-out rows are the constant 0"),
-    "compose-converts": Rewrite(("convert",), _compose_converts, "the inner conversion keeps every value"),
+    "weight-under-mask": Rewrite(
+        ("mul",), _weight_under_mask, "the weight is finite, not negative, not -0.0"
+    ),
+    "convert-under-mask": Rewrite(
+        ("convert",), _convert_under_mask, "masked-out rows are the constant 0"
+    ),
+    "compose-converts": Rewrite(
+        ("convert",), _compose_converts, "the inner conversion keeps every value"
+    ),
     "drop-fill": Rewrite(("Take",), _drop_fill, "the row number's interval lies in the table"),
-    "clamp-into-lookup": Rewrite(("Take",), _clamp_into_lookup, "the lookup clips to the same bounds"),
-    "index-as-is": Rewrite(("Take",), _index_as_is, "the conversion keeps every value of the row number"),
+    "clamp-into-lookup": Rewrite(
+        ("Take",), _clamp_into_lookup, "the lookup clips to the same bounds"
+    ),
+    "index-as-is": Rewrite(
+        ("Take",), _index_as_is, "the conversion keeps every value of the row number"
+    ),
 }
