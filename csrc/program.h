@@ -1,4 +1,5 @@
-// The program format's numbers (docs/program_format.md) and the decoded, validated form of a program.
+// The program format's numbers (docs/program_format.md) and the decoded, validated form of a
+// program.
 //
 // Every number that Python needs is listed in an X-macro below, and module.cc hands the same lists
 // to Python, so the encoder and this decoder cannot drift apart.
@@ -21,6 +22,7 @@ inline constexpr int64_t kProgramMagic = 0x474f52504d434552;  // "RECMPROG"
 inline constexpr int64_t kPackMagic = 0x314b4341504d4352;     // "RCMPACK1" in memory order
 inline constexpr int64_t kVersion = 1;
 
+// clang-format off
 #define RECOM_DTYPES(X)                                                                         \
   X(PRED, 1) X(S8, 2) X(S16, 3) X(S32, 4) X(S64, 5) X(U8, 6) X(U16, 7) X(U32, 8) X(U64, 9)      \
   X(F16, 10) X(F32, 11) X(F64, 12) X(BF16, 16)
@@ -57,15 +59,30 @@ namespace search_mode { enum : int { RECOM_SEARCH_MODES(RECOM_ENUMERATOR) k_coun
 namespace index_mode { enum : int { RECOM_INDEX_MODES(RECOM_ENUMERATOR) k_count = 2 }; }
 namespace flag { enum : int { RECOM_FLAGS(RECOM_ENUMERATOR) k_all = 1 }; }
 #undef RECOM_ENUMERATOR
+// clang-format on
 
 // Bytes of one element; 0 for a number that is no dtype.
 inline int element_size(int64_t t) {
   switch (t) {
-    case dtype::k_PRED: case dtype::k_S8: case dtype::k_U8: return 1;
-    case dtype::k_S16: case dtype::k_U16: case dtype::k_F16: case dtype::k_BF16: return 2;
-    case dtype::k_S32: case dtype::k_U32: case dtype::k_F32: return 4;
-    case dtype::k_S64: case dtype::k_U64: case dtype::k_F64: return 8;
-    default: return 0;
+    case dtype::k_PRED:
+    case dtype::k_S8:
+    case dtype::k_U8:
+      return 1;
+    case dtype::k_S16:
+    case dtype::k_U16:
+    case dtype::k_F16:
+    case dtype::k_BF16:
+      return 2;
+    case dtype::k_S32:
+    case dtype::k_U32:
+    case dtype::k_F32:
+      return 4;
+    case dtype::k_S64:
+    case dtype::k_U64:
+    case dtype::k_F64:
+      return 8;
+    default:
+      return 0;
   }
 }
 inline bool is_half(int t) { return t == dtype::k_F16 || t == dtype::k_BF16; }
@@ -83,7 +100,7 @@ struct Dim {
 };
 
 struct Register {
-  bool pos;        // one value per position (else per bag)
+  bool pos;  // one value per position (else per bag)
   int dtype;
   int width_slot;  // -1: scalar
   int size;        // bytes of one element
@@ -96,23 +113,23 @@ struct Register {
 // One decoded instruction. Registers and slots are -1 where an opcode has none.
 struct Op {
   int op = 0;
-  int sub = 0;    // unary or binary op, search or index mode, combine kind
-  int side = 0;   // search side
+  int sub = 0;   // unary or binary op, search or index mode, combine kind
+  int side = 0;  // search side
   int flags = 0;
   bool pos = false;  // inside a region
   int dst = -1, a = -1, b = -1, c = -1;
-  int buffer = -1;                    // OPERAND or RESULT slot
-  int offset = -1, n = -1;            // offset or base; a count, row stride or total
-  int fill = -1, init = -1;           // immediates (CONST: fill)
-  int feature = -1;                   // feature stride slot of a row LOAD or STORE
-  std::vector<int> strides;           // stride slots; REGION: inner sizes
-  int words = 0;                      // first derived word in the column's values (see plan.cc)
-  int body_end = 0;                   // REGION, JREGION: index one past the body
-  int region = -1;                    // the enclosing region's op index
-  int n_seg_ops = 0;                  // JREGION: leading body ops that compute seg
-  int fuse_store = -1;                // TAKE, POOL: the only reader, a STORE that may be written through
-  int fused_from = -1;                // STORE: that TAKE or POOL
-  int rows_slot = -1;                 // ONE_HOT: rows of the table (from the INDEX that made the ids)
+  int buffer = -1;           // OPERAND or RESULT slot
+  int offset = -1, n = -1;   // offset or base; a count, row stride or total
+  int fill = -1, init = -1;  // immediates (CONST: fill)
+  int feature = -1;          // feature stride slot of a row LOAD or STORE
+  std::vector<int> strides;  // stride slots; REGION: inner sizes
+  int words = 0;             // first derived word in the column's values (see plan.cc)
+  int body_end = 0;          // REGION, JREGION: index one past the body
+  int region = -1;           // the enclosing region's op index
+  int n_seg_ops = 0;         // JREGION: leading body ops that compute seg
+  int fuse_store = -1;       // TAKE, POOL: the only reader, a STORE that may be written through
+  int fused_from = -1;       // STORE: that TAKE or POOL
+  int rows_slot = -1;        // ONE_HOT: rows of the table (from the INDEX that made the ids)
 };
 
 struct ColumnClass {
@@ -122,7 +139,7 @@ struct ColumnClass {
   std::vector<Op> ops;
   // Pairs of width slots that must hold the same value at the call.
   std::vector<std::pair<int, int>> equal_widths;
-  int n_words = 0;            // slots plus derived words of one column
+  int n_words = 0;  // slots plus derived words of one column
   bool jagged = false;
   // The TAKE of a class that computes ids, looks rows up and stores them, and nothing else; or -1.
   int plain_take = -1;

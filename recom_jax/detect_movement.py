@@ -279,6 +279,8 @@ def _move(d: Detector, p: Part, shape: Shape, strides: ir.Strides, start: DimLik
     """
     dense = row_major(shape)
     value = d.unifier.value
+    if any(value(n) == 0 for n in shape):  # nothing is in it, so nothing has a place to keep
+        return Part(p.expr, p.shape, start, (0,) * len(p.strides))
 
     def decompose(step: DimLike) -> list[DimLike]:
         out: list[DimLike] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from recom_jax import ir
+from recom_jax import compat, ir
 from recom_jax.detect import Detector, Refuse, Rule, Val, dtype_name
 from recom_jax.detect_movement import MOVEMENT_RULES
 
@@ -108,7 +108,37 @@ def _nary(d: Detector, eqn: Any, name: str) -> Val:
     vals = [d.val(v) for v in eqn.invars]
     shape = d.join([v.shape for v in vals])
     args = [d.spread(v, shape) for v in vals]
-    return Val(shape, elementwise(d, name, dtype_name(eqn.outvars[0].aval), args))
+    dtype = dtype_name(eqn.outvars[0].aval)
+    if name == "mul" and ir.is_float(dtype):
+        for k in (0, 1):
+            pred = _mask_factor(d, eqn.invars[k], args[k], eqn.outvars[0].aval.shape)
+            if pred is not None:
+                zero, other = d.pool.const(dtype, 0.0), args[1 - k]
+                return Val(shape, d.pool.op("select", dtype, pred, zero, other, arith=other.arith))
+    return Val(shape, elementwise(d, name, dtype, args))
+
+
+def _mask_factor(
+    d: Detector, factor: Any, value: ir.Expr, shape: tuple[int, ...]
+) -> ir.Expr | None:
+    """`pred` where a factor is ``convert(pred)`` and XLA makes the product ``select(pred, x, 0)``.
+
+    Then NaN times a false mask is 0, not NaN. XLA does so for a conversion of the product's own shape, unless
+    the booleans are themselves a broadcast; seen in 0.10.2, 0.11.2 and 0.12.0.1 and kept by tests. Where only
+    a reshape lies between, its choice depends on context, so the product is left to it.
+    """
+    if not (isinstance(value, ir.Op) and value.name == "convert" and value.args[0].dtype == "bool"):
+        return None
+    whole = ir.depends(value, {}) >= {k for k, n in enumerate(shape) if n > 1}
+    made = None if isinstance(factor, compat.Literal) else d.made_by().get(id(factor))
+    direct = made is not None and made[0].primitive.name == "convert_element_type"
+    if whole and direct and factor.aval.shape == shape:
+        return value.args[0]
+    source = d.made_by().get(id(made[0].invars[0])) if direct and made is not None else None
+    broadcast = source is None or source[0].primitive.name == "broadcast_in_dim"
+    if whole or (direct and factor.aval.shape == shape and not broadcast):
+        raise Refuse("a product with a mask that XLA may turn into a select")
+    return None
 
 
 def _named(name: str) -> Rule:

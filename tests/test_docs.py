@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import pytest
 
 import recom_jax
+from recom_jax.simplify import DESCRIPTIONS
 from tests.helpers import Bag, check, ids, table
 from tests.test_pipeline import stages
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "architecture.md"
+BLOCKS = ["source", "trace", "detect", "simplify", "rewrites", "names", "program0", "splice"]
 BLOCK = re.compile(r"(<!-- printed: (\w+) -->\n```\w*\n)(.*?)(```\n)", re.DOTALL)
 
 
@@ -38,17 +40,20 @@ def printed() -> dict[str, str]:
     forms = stages(masked_mean, *inputs())
     (column,) = recom_jax.optimize(masked_mean).explain(*inputs()).columns
     source = inspect.getsource(masked_mean).replace(": Any", "").replace(" -> Any", "")
-    return {**forms, "source": source.rstrip(), "rewrites": "\n".join(column.rewrites)}
+    return {
+        **forms,
+        "source": source.rstrip(),
+        "rewrites": "\n".join(column.rewrites),
+        "names": "\n".join(f"{name:22}  {what}" for name, what in DESCRIPTIONS.items()),
+    }
 
 
 def test_the_page_names_its_blocks() -> None:
     names = [m[2] for m in BLOCK.finditer(PAGE.read_text())]
-    assert names == ["source", "trace", "detect", "simplify", "rewrites", "program0", "splice"]
+    assert names == BLOCKS
 
 
-@pytest.mark.parametrize(
-    "name", ["source", "trace", "detect", "simplify", "rewrites", "program0", "splice"]
-)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_printed_form(name: str) -> None:
     if name == "trace" and not jax.__version__.startswith("0.10."):
         pytest.skip(

@@ -385,7 +385,7 @@ def _layout(r: random.Random, columns: Sequence[Column]) -> list[str]:
                     *(
                         (
                             f"jnp.stack({part}, 1)",
-                            f"jnp.stack({part}, 1).reshape(b['like'].shape[0], -1)",
+                            f"(lambda x: x.reshape(x.shape[0], x.shape[1] * x.shape[2]))(jnp.stack({part}, 1))",
                             f"jnp.concatenate({part}, 0)",
                             f"jnp.stack({part}, 0)",
                         )

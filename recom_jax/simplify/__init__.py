@@ -8,7 +8,7 @@ detection itself performs (they need the jaxpr). All can be left out by name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recom_jax import ir
@@ -27,9 +27,15 @@ CONTEXT_REWRITES = {
     "masked-lookup": "under a mask the mask is true: where(m, table[where(m, i, c)], 0) = where(m, table[i], 0)",
     "facts-under-mask": "under a mask its comparisons bound their operands: where(x >= 0, x % n, 0) needs no sign",
 }
-NAMES: frozenset[str] = (
-    frozenset(DETECTION_REWRITES) | frozenset(CONTEXT_REWRITES) | frozenset(RULES)
-)
+DESCRIPTIONS: Mapping[str, str] = {
+    **DETECTION_REWRITES,
+    **CONTEXT_REWRITES,
+    **{name: f"needs: {rule.why}" for name, rule in RULES.items()},
+}
+"""Every rewrite: name -> what it does, or the facts it needs."""
+
+NAMES: frozenset[str] = frozenset(DESCRIPTIONS)
+"""What `Options.disable` can leave out."""
 
 
 @dataclasses.dataclass(frozen=True)
