@@ -17,6 +17,7 @@ from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import linear_util as _lu
 from jax._src import source_info_util as _source
+from jax._src.export import _export
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import pxla as _pxla
 from jax._src.state.types import ReadEffect
@@ -226,3 +227,8 @@ def register_operand_type(kind: type[Any], arrays: Callable[[Sequence[Any]], lis
     _core.pytype_aval_mappings[kind] = lambda x: x._aval
     _dtypes.canonicalize_value_handlers[kind] = lambda x: x
     _pxla.shard_arg_handlers[kind] = shard
+
+
+def promise_stable(target: str) -> None:
+    """Lets ``jax.export`` serialize calls of a custom call target, as it does those of JAX's own stable ones."""
+    _export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE.add(target)

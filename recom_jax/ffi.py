@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from recom_jax import compat
 from recom_jax.errors import PlatformError
 
 FUSED = "recom_fused_v1"
@@ -28,6 +29,7 @@ def register() -> None:
             return
         for name, capsule in extension().handlers().items():
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+        compat.promise_stable(FUSED)  # its name carries its version
         _registered = True
 
 

@@ -67,6 +67,15 @@ def settle(condition, seconds=5.0):
     return condition()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_collections():
+    """Takes what other tests left out of the many collections here: each would look at all of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def memory_is_returned():
     """Every test frees what it staged."""
