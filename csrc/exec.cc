@@ -81,15 +81,18 @@ void Exec::columns(const Plan::Col* cols, int n, int64_t bag0, int64_t bag1) {
       const int64_t size = info(o.dst).size;
       bytes = t.width * size;
       if (b == bag0) k_.fill[size](fills[i], t.fill, t.width);
-      bad_index_ |= !k_.row_pointers(t, t.row_stride * size,
-                                     reinterpret_cast<const int64_t*>(reg_[o.a]), fills[i], zeros,
-                                     rows + i * kGroupTile, bags_);
+      bad_index_ |=
+          !k_.row_pointers(t, t.row_stride * size, reinterpret_cast<const int64_t*>(reg_[o.a]),
+                           fills[i], zeros, rows + i * kGroupTile, bags_);
     }
     col_ = cols;
     const Op& first = col_->cls->ops[col_->cls->plain_take];
     const Dest d = destination(first);
-    k_.copy_rows[bytes == 16 ? 0 : bytes == 32 ? 1 : bytes == 64 ? 2 : 3](
-        rows, kGroupTile, n, d.base, d.pitch * info(first.dst).size, bags_);
+    k_.copy_rows[bytes == 16   ? 0
+                 : bytes == 32 ? 1
+                 : bytes == 64 ? 2
+                               : 3](rows, kGroupTile, n, d.base, d.pitch * info(first.dst).size,
+                                    bags_);
   }
 }
 
@@ -113,18 +116,23 @@ void Exec::run(int begin, int end, int64_t start, int64_t count) {
 void Exec::step(const Op& o, int64_t start, int64_t count) {
   const int64_t* v = col_->v;
   switch (o.op) {
-    case opcode::k_LOAD: return load(o, start, count);
-    case opcode::k_AFFINE: return affine(o, start, count);
+    case opcode::k_LOAD:
+      return load(o, start, count);
+    case opcode::k_AFFINE:
+      return affine(o, start, count);
     case opcode::k_CONST:
       if (info(o.dst).uniform) return;
       return k_.fill[info(o.dst).size](own(o.dst), &v[o.fill], count * width(o.dst));
-    case opcode::k_EXPAND: return expand(o, start, count);
+    case opcode::k_EXPAND:
+      return expand(o, start, count);
     case opcode::k_UNARY: {
       const char* a = reg_[o.a];
       return k_.unary[o.sub][info(o.a).dtype](own(o.dst), a, count * width(o.dst));
     }
-    case opcode::k_BINARY: return binary_op(o, count);
-    case opcode::k_SELECT: return select(o, count);
+    case opcode::k_BINARY:
+      return binary_op(o, count);
+    case opcode::k_SELECT:
+      return select(o, count);
     case opcode::k_CONVERT: {
       const char* a = reg_[o.a];
       return k_.convert[info(o.a).dtype][info(o.dst).dtype](own(o.dst), a, count * width(o.dst));
@@ -137,9 +145,9 @@ void Exec::step(const Op& o, int64_t start, int64_t count) {
     case opcode::k_SEARCH: {
       const Register& x = info(o.a);
       const Buffer& b = operands_[v[o.buffer]];
-      return k_.search[o.sub][x.dtype](
-          reinterpret_cast<int32_t*>(own(o.dst)), reg_[o.a],
-          static_cast<const char*>(b.data) + v[o.offset] * x.size, v[o.n], o.side, count);
+      return k_.search[o.sub][x.dtype](reinterpret_cast<int32_t*>(own(o.dst)), reg_[o.a],
+                                       static_cast<const char*>(b.data) + v[o.offset] * x.size,
+                                       v[o.n], o.side, count);
     }
     case opcode::k_SEARCH_UNIFORM:
       return k_.uniform[info(o.a).dtype](reinterpret_cast<int32_t*>(own(o.dst)), reg_[o.a],
@@ -152,12 +160,16 @@ void Exec::step(const Op& o, int64_t start, int64_t count) {
     case opcode::k_PREDICATE: {
       const char *a = reg_[o.a], *b = reg_[o.b];
       return k_.predicate(reinterpret_cast<int64_t*>(own(o.dst)),
-                          reinterpret_cast<const int64_t*>(a),
-                          reinterpret_cast<const uint8_t*>(b), count);
+                          reinterpret_cast<const int64_t*>(a), reinterpret_cast<const uint8_t*>(b),
+                          count);
     }
-    case opcode::k_TAKE: return take(o, count);
-    case opcode::k_POOL: case opcode::k_ACC: return reduce(o, start, count);
-    case opcode::k_STORE: return store(o);
+    case opcode::k_TAKE:
+      return take(o, count);
+    case opcode::k_POOL:
+    case opcode::k_ACC:
+      return reduce(o, start, count);
+    case opcode::k_STORE:
+      return store(o);
   }
 }
 
@@ -209,7 +221,8 @@ void Exec::expand(const Op& o, int64_t start, int64_t count) {
     if (g.width_slot < 0) {
       k_.fill[g.size](out + done * bytes, src + bag * bytes, n);
     } else {
-      for (int64_t i = 0; i < n; ++i) std::memcpy(out + (done + i) * bytes, src + bag * bytes, bytes);
+      for (int64_t i = 0; i < n; ++i)
+        std::memcpy(out + (done + i) * bytes, src + bag * bytes, bytes);
     }
     done += n;
   }
@@ -318,8 +331,10 @@ void Exec::store(const Op& o) {
     char* to = base + offset * size;
     if (!row || d == 1) return k_.strided[size](to, stride, from, 1, len);
     for (int64_t i = 0; i < len; ++i, from += d * size, to += stride * size) {
-      if (v[o.feature] == 1) std::memcpy(to, from, d * size);
-      else k_.strided[size](to, v[o.feature], from, 1, d);
+      if (v[o.feature] == 1)
+        std::memcpy(to, from, d * size);
+      else
+        k_.strided[size](to, v[o.feature], from, 1, d);
     }
   });
 }

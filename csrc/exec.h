@@ -22,7 +22,11 @@ class Exec {
   Exec(const Kernels& kernels, const std::vector<Buffer>& operands,
        const std::vector<Buffer>& results, const std::vector<NonFinite>& scans, char* scratch,
        char** regs)
-      : k_(kernels), operands_(operands), results_(results), scans_(scans), scratch_(scratch),
+      : k_(kernels),
+        operands_(operands),
+        results_(results),
+        scans_(scans),
+        scratch_(scratch),
         reg_(regs) {}
 
   void column(const Plan::Col& col, int64_t bag0, int64_t bag1);
@@ -79,9 +83,9 @@ class Exec {
   char* scratch_;
   char** reg_;
   const Plan::Col* col_ = nullptr;
-  int64_t bag0_ = 0, bags_ = 0;      // the tile
-  int64_t inner_ = 0;                // positions per bag of the current region
-  const int64_t* segs_ = nullptr;    // or, if jagged, the chunk's segs
+  int64_t bag0_ = 0, bags_ = 0;    // the tile
+  int64_t inner_ = 0;              // positions per bag of the current region
+  const int64_t* segs_ = nullptr;  // or, if jagged, the chunk's segs
   bool bad_index_ = false;
   // Bags and rows selected by the region's one-hot pools whose tables are not finite.
   struct Selected {

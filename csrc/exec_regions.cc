@@ -132,8 +132,8 @@ void Exec::reduce_run(const Op& o, int64_t bag, int64_t bags, int64_t item, int6
   a.bags = bags;
   a.dst_pitch = to.pitch;
   a.first = first;
-  const __int128 bytes = static_cast<__int128>(a.table.limit) * a.table.row_stride *
-                         element_size(type);
+  const __int128 bytes =
+      static_cast<__int128>(a.table.limit) * a.table.row_stride * element_size(type);
   a.prefetch = bytes > (1 << 17);
   bad_index_ |= !k_.pool[o.sub][type][g.dtype](a, to.base + bag * to.pitch * g.size);
 

@@ -14,21 +14,22 @@ namespace recom {
 // A table and what a lookup index means. All sizes are in elements; `limit` is the number of row
 // indexes that are inside the buffer, so an index is safe exactly when (uint64)index < limit.
 struct TableRef {
-  const void* base;    // already offset
+  const void* base;  // already offset
   int64_t row_stride;
   int64_t limit;
-  int64_t width;       // D
-  const void* fill;    // one element, of the destination's dtype
+  int64_t width;     // D
+  const void* fill;  // one element, of the destination's dtype
 };
 
-// Arguments of one POOL over positions [0, n) of one bag. `first` starts from `init`, else from dst.
+// Arguments of one POOL over positions [0, n) of one bag. `first` starts from `init`, else from
+// dst.
 struct PoolArgs {
   TableRef table;
   const int64_t* idx;
   const void* weight;  // may be null
   const void* init;    // one element
   int64_t positions;   // of one bag
-  int64_t bags;        // bags in this call, dst_pitch elements apart, each with `positions` positions
+  int64_t bags;  // bags in this call, dst_pitch elements apart, each with `positions` positions
   int64_t dst_pitch;
   bool first;
   bool prefetch;
@@ -61,10 +62,10 @@ struct Kernels {
   Search search[3][17];
   Uniform uniform[17];
   Index index[2][17];
-  Take take[17][17];          // [table][dst]
-  Pool pool[4][17][17];       // [kind][table][dst]
+  Take take[17][17];     // [table][dst]
+  Pool pool[4][17][17];  // [kind][table][dst]
   Acc acc[4][17];
-  Unary canonical_zero[17];   // d = a + 0.0
+  Unary canonical_zero[17];  // d = a + 0.0
   bool (*any_non_finite[17])(const void* a, int64_t n);
   void (*predicate)(int64_t* d, const int64_t* idx, const uint8_t* mask, int64_t n);
   // Lookups of several columns at once: see kernels_lookup.inc.
@@ -80,7 +81,7 @@ struct Kernels {
 };
 
 const Kernels& base_kernels();
-const Kernels* avx2_kernels();    // null where this build or machine has no such thing
+const Kernels* avx2_kernels();  // null where this build or machine has no such thing
 const Kernels* avx512_kernels();
 // The best table for this machine (RECOM_CPU_ISA=base|avx2|avx512 caps it, for tests).
 const Kernels& kernels();

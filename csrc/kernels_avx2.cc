@@ -17,8 +17,8 @@ namespace recom {
 namespace avx2 {
 namespace {
 #include "kernels.inc"
-#include "kernels_search.inc"
 #include "kernels_lookup.inc"
+#include "kernels_search.inc"
 #include "kernels_table.inc"
 }  // namespace
 }  // namespace avx2

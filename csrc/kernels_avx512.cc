@@ -8,7 +8,8 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 
 // From here to the end of the file, and with no standard header below it.
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,prfchw,prefer-vector-width=512")
+#pragma GCC target( \
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,prfchw,prefer-vector-width=512")
 #define RECOM_IVDEP _Pragma("GCC ivdep")
 #define RECOM_HAVE_FMA 1
 #define RECOM_VECTOR_BYTES 64
@@ -17,8 +18,8 @@ namespace recom {
 namespace avx512 {
 namespace {
 #include "kernels.inc"
-#include "kernels_search.inc"
 #include "kernels_lookup.inc"
+#include "kernels_search.inc"
 #include "kernels_table.inc"
 }  // namespace
 }  // namespace avx512

@@ -18,8 +18,8 @@ namespace recom {
 namespace base {
 namespace {
 #include "kernels.inc"
-#include "kernels_search.inc"
 #include "kernels_lookup.inc"
+#include "kernels_search.inc"
 #include "kernels_table.inc"
 }  // namespace
 }  // namespace base

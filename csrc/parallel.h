@@ -46,8 +46,8 @@ void parallel_for(const Executor& executor, int64_t n, const F& fn) {
       while (true) {
         const uint32_t front = static_cast<uint32_t>(r), back = static_cast<uint32_t>(r >> 32);
         if (front >= back) return -1;
-        const uint64_t next = from_back ? (uint64_t{back - 1} << 32 | front)
-                                        : (uint64_t{back} << 32 | (front + 1));
+        const uint64_t next =
+            from_back ? (uint64_t{back - 1} << 32 | front) : (uint64_t{back} << 32 | (front + 1));
         if (range.compare_exchange_weak(r, next)) return from_back ? back - 1 : front;
       }
     }

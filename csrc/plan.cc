@@ -3,8 +3,8 @@
 // Derived words of a column, from Op::words on:
 //   LOAD, AFFINE, STORE   n_dims, then (size, stride) of each: the item dims, merged where the
 //                         strides allow, so that a plain column has one
-//   TAKE, POOL            row indexes inside the buffer; 1 if it writes through its STORE; scan or -1
-//   REGION                positions per bag
+//   TAKE, POOL            row indexes inside the buffer; 1 if it writes through its STORE; scan or
+//   -1 REGION                positions per bag
 
 #include "plan.h"
 
@@ -16,10 +16,10 @@
 namespace recom {
 namespace {
 
-constexpr int64_t kLimit = int64_t{1} << 40;     // of any count of items
-constexpr int64_t kRowElements = 1 << 16;        // of one materialised row register
-constexpr int64_t kSmallWork = 20000;            // element operations that one thread does at once
-constexpr size_t kMaxPlans = 16;                 // per program
+constexpr int64_t kLimit = int64_t{1} << 40;  // of any count of items
+constexpr int64_t kRowElements = 1 << 16;     // of one materialised row register
+constexpr int64_t kSmallWork = 20000;         // element operations that one thread does at once
+constexpr size_t kMaxPlans = 16;              // per program
 
 [[noreturn]] void fail(const std::string& what) { throw ProgramError("recom call: " + what); }
 
@@ -142,13 +142,27 @@ struct Plan::Builder {
     for (const Dim& d : p.dims) {
       const auto u = [&](int64_t i) { return static_cast<uint64_t>(dims[i]); };
       switch (d.kind) {
-        case dim_kind::k_const: dims.push_back(d.a); break;
-        case dim_kind::k_operand_axis: dims.push_back(operands[d.a].dims[d.b]); break;
-        case dim_kind::k_result_axis: dims.push_back(results[d.a].dims[d.b]); break;
-        case dim_kind::k_add: dims.push_back(u(d.a) + u(d.b)); break;
-        case dim_kind::k_sub: dims.push_back(u(d.a) - u(d.b)); break;
-        case dim_kind::k_mul: dims.push_back(u(d.a) * u(d.b)); break;
-        default: dims.push_back(floor_div(dims[d.a], dims[d.b])); break;
+        case dim_kind::k_const:
+          dims.push_back(d.a);
+          break;
+        case dim_kind::k_operand_axis:
+          dims.push_back(operands[d.a].dims[d.b]);
+          break;
+        case dim_kind::k_result_axis:
+          dims.push_back(results[d.a].dims[d.b]);
+          break;
+        case dim_kind::k_add:
+          dims.push_back(u(d.a) + u(d.b));
+          break;
+        case dim_kind::k_sub:
+          dims.push_back(u(d.a) - u(d.b));
+          break;
+        case dim_kind::k_mul:
+          dims.push_back(u(d.a) * u(d.b));
+          break;
+        default:
+          dims.push_back(floor_div(dims[d.a], dims[d.b]));
+          break;
       }
     }
   }
@@ -166,8 +180,8 @@ struct Plan::Builder {
   }
 
   // Writes the merged dims. Dims of size 1 vanish; neighbours merge when one steps over the other.
-  static void merge(const std::vector<int64_t>& sizes, const std::vector<int>& strides,
-                    int64_t* v, int64_t* out) {
+  static void merge(const std::vector<int64_t>& sizes, const std::vector<int>& strides, int64_t* v,
+                    int64_t* out) {
     int64_t n = 0;
     for (size_t i = 0; i < sizes.size(); ++i) {
       if (sizes[i] == 1) continue;
@@ -240,7 +254,9 @@ struct Plan::Builder {
                                        : static_cast<double>(v[r.n]) / std::max<int64_t>(bags, 1);
     }
     switch (o.op) {
-      case opcode::k_LOAD: case opcode::k_STORE: case opcode::k_AFFINE: {
+      case opcode::k_LOAD:
+      case opcode::k_STORE:
+      case opcode::k_AFFINE: {
         std::vector<int64_t> sizes = item_dims(c, o, v);
         if (o.op != opcode::k_AFFINE) {
           const auto& lens = o.op == opcode::k_LOAD ? operand_sizes : result_sizes;
@@ -264,13 +280,14 @@ struct Plan::Builder {
       case opcode::k_INDEX:
         if (v[o.n] < 0) fail("a negative number of rows");
         break;
-      case opcode::k_TAKE: case opcode::k_POOL: {
+      case opcode::k_TAKE:
+      case opcode::k_POOL: {
         w[0] = row_limit(operand_sizes[v[o.buffer]], v[o.offset], v[o.n], width);
         w[1] = o.fuse_store >= 0 && writes_through(c, c.ops[o.fuse_store], value, v);
         w[2] = o.rows_slot >= 0 ? scan(o, w[0], width, v) : -1;
         // Rows of a table that no cache holds cost a trip to memory each.
-        const double bytes = static_cast<double>(w[0]) * v[o.n] *
-                             element_size(operands[v[o.buffer]].dtype);
+        const double bytes =
+            static_cast<double>(w[0]) * v[o.n] * element_size(operands[v[o.buffer]].dtype);
         return items * (4 + width / 4.0) * (bytes > (1 << 20) && width > 0 ? 3 : 1);
       }
       case opcode::k_REGION: {
@@ -298,8 +315,12 @@ struct Plan::Builder {
 
   int64_t scan(const Op& o, int64_t limit, int64_t width, const int64_t* v) {
     const int operand = static_cast<int>(v[o.buffer]);
-    Scan s{operand, operands[operand].dtype, v[o.offset], v[o.n],
-           std::min(std::max<int64_t>(v[o.rows_slot], 0), limit), width};
+    Scan s{operand,
+           operands[operand].dtype,
+           v[o.offset],
+           v[o.n],
+           std::min(std::max<int64_t>(v[o.rows_slot], 0), limit),
+           width};
     if (!is_float(s.dtype)) return -1;
     auto it = std::find(plan.scans.begin(), plan.scans.end(), s);
     if (it == plan.scans.end()) it = plan.scans.insert(it, s);
@@ -345,8 +366,8 @@ struct Plan::Builder {
   void partition() {
     const int threads = plan.threads_;
     plan.small = total_cost < kSmallWork || threads <= 1;
-    const double target = plan.small ? total_cost + 1
-                                     : std::max(total_cost / (threads * 16.0), kSmallWork / 4.0);
+    const double target =
+        plan.small ? total_cost + 1 : std::max(total_cost / (threads * 16.0), kSmallWork / 4.0);
     size_t i = 0;
     while (i < plan.cols.size()) {
       const Col& first = plan.cols[i];

@@ -33,13 +33,13 @@ class Plan {
  public:
   struct Col {
     const ColumnClass* cls;
-    const int64_t* v;    // slots (dims resolved), then derived words
+    const int64_t* v;  // slots (dims resolved), then derived words
     int64_t bags;
-    int64_t tile;        // bags that its registers hold
-    int64_t chunk;       // positions that its registers hold
-    int64_t temp;        // offset of the temporaries in the scratch
-    int64_t temp_each;   // bytes of each of three
-    int group = 1;       // columns from this one on whose rows lie side by side in the result
+    int64_t tile;       // bags that its registers hold
+    int64_t chunk;      // positions that its registers hold
+    int64_t temp;       // offset of the temporaries in the scratch
+    int64_t temp_each;  // bytes of each of three
+    int group = 1;      // columns from this one on whose rows lie side by side in the result
   };
   // Columns [col0, col1) by bags [bag0, bag1).
   struct Chunk {

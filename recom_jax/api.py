@@ -123,7 +123,14 @@ class OptimizedFunction:
         return self
 
     def __reduce__(self) -> Any:
-        return _by_name, (self.__module__, self._fn.__qualname__)
+        where = (self.__module__, getattr(self._fn, "__qualname__", ""))
+        try:
+            if _by_name(*where) is self:
+                return _by_name, where
+        except (ImportError, AttributeError):
+            pass
+        s = self._signature  # found by another name: the function itself must be picklable
+        return _again, (self._fn, s.static_argnums, s.static_argnames, self.options)
 
     def __repr__(self) -> str:
         return f"<recom_jax.optimize({getattr(self._fn, '__qualname__', self._fn)!s})>"
@@ -199,6 +206,13 @@ def stats() -> dict[str, int]:
     out.update(pipeline.counters())
     out.update({k: v for k, v in ext.program_stats().items() if isinstance(v, int)})
     return out
+
+
+def _again(fn: Any, nums: Any, names: Any, options: Options) -> OptimizedFunction:
+    made: OptimizedFunction = optimize(
+        fn, static_argnums=nums, static_argnames=names, options=options
+    )
+    return made
 
 
 def _by_name(module: str, qualname: str) -> Any:

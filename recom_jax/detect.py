@@ -336,8 +336,12 @@ class Detector:
         memo: dict[int, frozenset[int]] = {}
         own = 0
         work = [value.expr]
+        seen: set[int] = set()  # a shared node once: as a tree, an expression may be exponentially large
         while work:
             e = work.pop()
+            if id(e) in seen:
+                continue
+            seen.add(id(e))
             if isinstance(e, (ir.Take, ir.Reduce, ir.SegReduce)):
                 if e.takes:
                     own += math.prod(sizes[k] for k in ir.depends(e, memo))

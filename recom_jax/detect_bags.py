@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from recom_jax import ir
 from recom_jax.detect import Detector, Refuse, Rule, Shape, Val, dtype_name
 from recom_jax.detect_rules import identity_of, reduce_axes
@@ -76,6 +78,8 @@ def _one_hot_product(
 
     if ir.is_float(ids.dtype):
         raise Refuse("one-hot of float ids")
+    if rows - 1 > np.iinfo(ids.dtype).max:  # the iota wraps round, and an id meets several classes
+        raise Refuse(f"one-hot of more classes than {ids.dtype} ids can name")
     idx = d.pool.remap(ids, total, f)
     expr = make_take(
         d,

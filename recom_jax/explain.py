@@ -8,6 +8,7 @@ import io
 import os
 import pathlib
 import re
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -153,7 +154,7 @@ def report_of(compiled: Compiled, function: str) -> Report:
     for out in compiled.detected.outputs:
         for e in [out.val.expr] if out.val.expr is not None else [p.expr for p in out.val.parts]:
             found: dict[int, list[str]] = collections.defaultdict(list)
-            _combiners(e, "none", False, found)
+            _combiners(e, "none", False, found, set())
             for take in ir.walk(e):
                 for k in compiled.detected.pool.origins.get(id(take), ()):
                     reached[k] += found[id(take)] or ["none"]
@@ -213,7 +214,9 @@ def _ids(compiled: Compiled, names: dict[int, str]) -> dict[int, str]:
                     idx = take.idx
                     if id(idx) not in texts:
                         texts[id(idx)] = re.sub(
-                            r"%\d+", lambda m: by_mark.get(m[0], "XLA's " + m[0]), str(idx)
+                            r"%\d+",
+                            lambda m: by_mark.get(m[0], "XLA's " + m[0]),
+                            str(idx) if _printable(idx, {}) < 500 else "(a long expression)",
                         )
                     out.update(
                         dict.fromkeys(
@@ -223,13 +226,25 @@ def _ids(compiled: Compiled, names: dict[int, str]) -> dict[int, str]:
     return out
 
 
-def _combiners(e: ir.Expr, kind: str, weighted: bool, found: dict[int, list[str]]) -> None:
+def _printable(e: ir.Expr, memo: dict[int, int]) -> int:
+    """How many nodes the printed form of an expression has: shared ones are printed each time."""
+    if id(e) not in memo:
+        memo[id(e)] = 1 + sum(_printable(c, memo) for c in e.children)
+    return memo[id(e)]
+
+
+def _combiners(
+    e: ir.Expr, kind: str, weighted: bool, found: dict[int, list[str]], seen: set[Any]
+) -> None:
     """Names, for each lookup below `e`, how its rows are combined."""
+    if (id(e), kind, weighted) in seen:
+        return
+    seen.add((id(e), kind, weighted))
     if isinstance(e, ir.Take):
         found[id(e)].append(
             ("weighted " if weighted and kind in ("sum", "mean", "sqrtn") else "") + kind
         )
-        _combiners(e.idx, "none", False, found)
+        _combiners(e.idx, "none", False, found, seen)
         return
     if (
         isinstance(e, ir.Op)
@@ -238,7 +253,7 @@ def _combiners(e: ir.Expr, kind: str, weighted: bool, found: dict[int, list[str]
         and isinstance(e.args[0], (ir.Reduce, ir.SegReduce))
     ):
         by_root = any(isinstance(x, ir.Op) and x.name == "sqrt" for x in ir.walk(e.args[1]))
-        _combiners(e.args[0], "sqrtn" if by_root else "mean", weighted, found)
+        _combiners(e.args[0], "sqrtn" if by_root else "mean", weighted, found, seen)
         return
     if isinstance(e, (ir.Reduce, ir.SegReduce)):
         kind = kind if kind in ("mean", "sqrtn") else e.kind
@@ -246,7 +261,7 @@ def _combiners(e: ir.Expr, kind: str, weighted: bool, found: dict[int, list[str]
         weighted = weighted or any(not a.takes and not _is_mask(a) for a in e.args)
     for c in e.children:
         if c.takes:
-            _combiners(c, kind, weighted, found)
+            _combiners(c, kind, weighted, found, seen)
 
 
 def _is_mask(e: ir.Expr) -> bool:

@@ -311,19 +311,8 @@ class Pool:
 
     def retake(self, e: Take, **changes: Any) -> Take:
         """A lookup changed in some fields; it still stands for the same reads."""
-        fields = {
-            "rows": e.rows,
-            "row_stride": e.row_stride,
-            "base": e.base,
-            "cols": e.cols,
-            "idx": e.idx,
-            "row_shift": e.row_shift,
-            "mode": e.mode,
-            "fill": e.fill,
-            "one_hot": e.one_hot,
-            **changes,
-        }
-        new = self.take(e.table, e.dtype, **fields)
+        fields: dict[str, Any] = {k: getattr(e, k) for k in Take.__slots__ if k != "table"}
+        new = self.take(e.table, e.dtype, **{**fields, **changes})
         if new is not e:
             self.origins.setdefault(id(new), set()).update(self.origins.get(id(e), ()))
         return new

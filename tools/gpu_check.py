@@ -1,6 +1,6 @@
 """What a machine with a GPU must show while there is no CUDA target: right answers, unfused, with one warning.
 
-    python tools/gpu_check.py
+python tools/gpu_check.py
 """
 
 from __future__ import annotations
@@ -39,13 +39,20 @@ def main() -> int:
     bound = ours.bind(tables)(batch)
     grads = [jax.grad(lambda t, f=f: f(t, batch).sum())(tables) for f in (ours, model)]
     print("platform", jax.default_backend(), "jax", jax.__version__)
-    print("largest difference", float(jnp.abs(got - want).max()), float(jnp.abs(bound - want).max()))
-    print("gradients", [float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, grads))])
+    print(
+        "largest difference", float(jnp.abs(got - want).max()), float(jnp.abs(bound - want).max())
+    )
+    print(
+        "gradients",
+        [float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, grads), strict=True)],
+    )
     print("warnings", [str(w.message)[:90] for w in seen])
     with jax.default_device(jax.devices("cpu")[0]):
         here = jax.tree.map(np.asarray, (tables, batch))
         on_cpu = ours(*here)
-        print("on the CPU of the same process", float(jnp.abs(on_cpu - jax.jit(model)(*here)).max()))
+        print(
+            "on the CPU of the same process", float(jnp.abs(on_cpu - jax.jit(model)(*here)).max())
+        )
     print("calls", recom_jax.stats()["calls"])
     return int(not np.allclose(got, want, atol=1e-5) or not np.allclose(bound, want, atol=1e-5))
 
