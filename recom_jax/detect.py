@@ -100,6 +100,9 @@ class Detected:
       kept: equations XLA runs, with the level each belongs to: level-k calls read what levels <= k made.
       reads: every table read found, fused or not.
       value_of: jaxpr constants by id of their variable.
+      late: unpooled results that wait for what XLA makes of the same rows: better left to XLA, so that rows
+        are looked up once.
+      others: gathers that are no embedding columns, with the reason.
     """
 
     jaxpr: Any
@@ -111,6 +114,8 @@ class Detected:
     value_of: dict[int, Any]
     arguments: frozenset[int]
     operands: dict[int, Val]
+    late: tuple[Any, ...] = ()
+    others: tuple[tuple[Any, str], ...] = ()
 
     def shape_of(self, var: Any) -> Shape:
         """The sizes of a variable read as an operand."""
@@ -144,6 +149,7 @@ class Detector:
         self.env: dict[int, Val] = {}
         self.operands: dict[int, Val] = {}
         self.reads: list[Read] = []
+        self.others: list[tuple[Any, str]] = []
         self.value_of: dict[int, Any] = {}
         self._made_by: dict[int, tuple[Any, int]] | None = None
         self._depth: dict[int, int] = {}
@@ -283,6 +289,8 @@ class Detector:
                 )
                 continue
             if out is None:
+                if name in ("gather", "dynamic_slice"):
+                    refused_read(self, eqn, None)
                 continue
             for var, v in zip(eqn.outvars, out if isinstance(out, list) else [out], strict=True):
                 if v is not None:
@@ -336,7 +344,9 @@ class Detector:
         memo: dict[int, frozenset[int]] = {}
         own = 0
         work = [value.expr]
-        seen: set[int] = set()  # a shared node once: as a tree, an expression may be exponentially large
+        seen: set[int] = (
+            set()
+        )  # a shared node once: as a tree, an expression may be exponentially large
         while work:
             e = work.pop()
             if id(e) in seen:
@@ -354,12 +364,15 @@ class Detector:
         ready: dict[int, int] = {}
         outputs: list[Output] = []
         eqns: list[tuple[int, Any]] = []
+        late: list[Any] = []
         effects = 0
         for eqn in jaxpr.eqns:
             for var in eqn.outvars:
                 if id(var) in fused:
                     level = max((ready.get(id(v), 0) for v in leaves(fused[id(var)])), default=0)
                     outputs.append(Output(var, fused[id(var)], level))
+                    if level > self.rows_level(fused[id(var)], ready, level):
+                        late.append(var)
                     ready[id(var)] = level + 1
             if id(eqn) in kept:
                 level = max((ready.get(id(v), 0) for v in eqn.invars), default=0)
@@ -379,7 +392,20 @@ class Detector:
             self.value_of,
             self.arguments,
             self.operands,
+            tuple(late),
+            tuple(self.others),
         )
+
+    def rows_level(self, value: Val, ready: dict[int, int], level: int) -> int:
+        """The level at which the rows of an unpooled value could be looked up (`level` for other values)."""
+        if value.expr is None or isinstance(value.expr, ir.Take):
+            return level
+        seen: set[int] = set()
+        nodes = list(ir.walk(value.expr, seen))
+        if any(isinstance(e, (ir.Reduce, ir.SegReduce)) for e in nodes):
+            return level
+        takes = [e for e in nodes if isinstance(e, ir.Take)]
+        return max((ready.get(id(v), 0) for e in takes for v in leaves(Val((), e))), default=level)
 
 
 # What a primitive's rule is: its outputs' values (see `detect_rules`).

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from recom_jax import compat, ir, templates
-from recom_jax.detect import Detector, Read, Refuse, Rule, Val, dtype_name, row_major
+from recom_jax.detect import DTYPES, Detector, Read, Refuse, Rule, Val, dtype_name, row_major
 from recom_jax.detect_rules import convert
 from recom_jax.detect_search import gather_of_unique
 from recom_jax.shape_solver.dims import DimLike
@@ -325,10 +325,8 @@ def refused_read(d: Detector, eqn: Any, reason: str | None) -> None:
             d.reads.append(
                 Read(found[0], eqn, None, reason or "this form of read is not understood")
             )
-        elif (
-            len(getattr(eqn.invars[0].aval, "shape", ())) == 1 and id(eqn.invars[0]) in d.arguments
-        ):
-            return  # a read of single numbers is no embedding column
+        else:
+            _other_read(d, eqn)
     elif reason is not None and eqn.primitive.name == "dot_general":
         found = base_table(d, eqn.invars[1])
         if found is not None and "one-hot" in reason:
@@ -336,6 +334,38 @@ def refused_read(d: Detector, eqn: Any, reason: str | None) -> None:
     else:
         for name, inner, table in _inner_reads(d, eqn):
             d.reads.append(Read(table, inner, None, reason or f"the lookup is inside {name}"))
+
+
+def _other_read(d: Detector, eqn: Any) -> None:
+    """Notes a gather that is no embedding column: a reader of `explain` may look for it."""
+    table, ids = eqn.invars[0], eqn.invars[1]
+    if isinstance(table, compat.Literal) or isinstance(ids, compat.Literal):
+        return
+    try:
+        fixed = all(
+            isinstance(e, (ir.Const, ir.Affine))
+            or (isinstance(e, ir.Load) and id(e.var) in d.value_of)
+            or e.children
+            for e in ir.walk(d.one(d.val(ids)))
+        )
+    except (Refuse, ir.NotAffine):
+        fixed = False
+    if fixed:
+        return  # a shuffle by constants
+    shape, dtype = table.aval.shape, str(table.aval.dtype)
+    if dtype not in DTYPES:
+        why = f"its table is {dtype}"
+    elif id(table) not in d.arguments:
+        why = "its table is computed in the function, not an argument"
+    elif len(shape) not in (2, 3):
+        why = (
+            f"its table has {len(shape)} axis"
+            if len(shape) == 1
+            else f"its table has {len(shape)} axes"
+        )
+    else:
+        why = "it does not read whole rows"
+    d.others.append((eqn, why))
 
 
 def _inner_reads(d: Detector, eqn: Any) -> list[tuple[str, Any, Any]]:

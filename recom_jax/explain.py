@@ -58,6 +58,7 @@ class Report:
       num_custom_calls: fused calls in the spliced jaxpr.
       source: the programs that the calls run, as text.
       classes: per call, how many columns share each class of code.
+      others: gathers that are no embedding columns: (file:line, why).
     """
 
     function: str
@@ -65,6 +66,7 @@ class Report:
     num_custom_calls: int
     source: str
     classes: tuple[tuple[int, ...], ...]
+    others: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_columns(self) -> int:
@@ -122,6 +124,11 @@ class Report:
         if hidden:
             lines.append(
                 f"... and {hidden} more lines: report.to_text(limit=None) prints every column"
+            )
+        for (line, why), n in list(collections.Counter(self.others).items())[:20]:
+            times = f" ({n} times)" if n > 1 else ""
+            lines.append(
+                f"No embedding column, left to XLA: the gather at {line}, as {why}{times}."
             )
         if not self.columns:
             lines.append(
@@ -198,7 +205,8 @@ def report_of(compiled: Compiled, function: str) -> Report:
         tuple(collections.Counter(c.cls for c in s.program.columns).values())
         for _, s, _ in compiled.calls
     )
-    return Report(function, tuple(columns), len(compiled.calls), programs, classes)
+    others = tuple((compat.source_line(e), why) for e, why in compiled.detected.others)
+    return Report(function, tuple(columns), len(compiled.calls), programs, classes, others)
 
 
 def _ids(compiled: Compiled, names: dict[int, str]) -> dict[int, str]:

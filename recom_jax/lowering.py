@@ -29,8 +29,9 @@ class FusedCall:
       binding: two words per virtual operand of the program: physical operand, entry of a pack or -1.
       n_physical: leading operands the custom call takes; operands behind them only the fallback reads.
       fallback: the replaced equations as a function of all operands, returning a list.
-      refuse: takes no batching through the compiler again (a bound call reads packs).
       options: how it was made, for the calls that batching makes of it.
+      packed: whether it reads packs (a bound call).
+      closed: `fallback` as a jaxpr, so that an optimized function inside another is compiled as one.
     """
 
     encoded: Encoded
@@ -40,6 +41,7 @@ class FusedCall:
     fallback: Callable[..., list[Any]]
     options: Any
     packed: bool = False
+    closed: Any = None
 
     def __repr__(self) -> str:
         return f"<{len(self.encoded.words)} bytes, {self.encoded.digest[:12]}>"

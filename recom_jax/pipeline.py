@@ -82,6 +82,9 @@ def _compile(traced: Traced, options: Options) -> Compiled:
     forced: dict[int, str] = {}
     for attempt in itertools.count():
         detected, detector = detect(traced.jaxpr, options, forced)
+        if detected.late and attempt < _MAX_ATTEMPTS:
+            forced |= {id(v): "it waits for what XLA makes of the same rows" for v in detected.late}
+            continue
         simplified = simplify(detected.pool, detected.outputs, detected.value_of, options.disabled)
         by_level: dict[int, list[Any]] = collections.defaultdict(list)
         for out in simplified.outputs:

@@ -309,11 +309,11 @@ class Server:
             shared,
         )
 
-    def warmup(self, sizes: Sequence[int], *example: Any, **kwargs: Any) -> None:
+    def warmup(self, sizes: int | Sequence[int], *example: Any, **kwargs: Any) -> None:
         """Traces and compiles for these batch sizes before traffic.
 
         Args:
-          sizes: batch sizes.
+          sizes: batch sizes, or one.
           *example: one batch (arrays or ShapeDtypeStructs) whose shapes say what a batch looks like; may be left
             out once the server has seen a batch. Axes that share the example's batch size scale.
 
@@ -321,6 +321,8 @@ class Server:
           BatchError: there is no example yet, or a size is negative.
         """
         core = self._core
+        if isinstance(sizes, (int, np.integer)):
+            sizes = (int(sizes),)
         spec = (
             jax.tree_util.tree_map(given, (example, kwargs)) if example or kwargs else core.example
         )

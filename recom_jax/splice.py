@@ -65,11 +65,13 @@ def _call_eqn(
     made_by: dict[int, tuple[int, Any]], scheduled: Scheduled, encoded: Encoded, options: Any
 ) -> Any:
     outs = [o.var for o in scheduled.outputs]
-    original, extra = _original(made_by, scheduled.operands, outs)
+    closed, extra = _original(made_by, scheduled.operands, outs)
+    original = compat.jaxpr_as_fun(closed)
     operands = [*scheduled.operands, *extra]
     n = len(scheduled.operands)
     binding = tuple(x for k in range(n) for x in (k, -1))
-    call = FusedCall(encoded, binding, n, tuple(v.aval for v in outs), original, options)
+    avals = tuple(v.aval for v in outs)
+    call = FusedCall(encoded, binding, n, avals, original, options, closed=closed)
     return compat.new_jaxpr_eqn(
         operands,
         outs,
@@ -84,7 +86,7 @@ def _call_eqn(
 def _original(
     made_by: dict[int, tuple[int, Any]], operands: Sequence[Any], outs: Sequence[Any]
 ) -> tuple[Any, list[Any]]:
-    """The equations between the operands and the results, as a function; and inputs only they read."""
+    """The equations between the operands and the results, as a jaxpr; and inputs only they read."""
     stop = {id(v) for v in operands}
     extra: dict[int, Any] = {}
     needed: dict[int, tuple[int, Any]] = {}
@@ -111,8 +113,7 @@ def _original(
             for e in eqns
         ]
     like = _Info()
-    closed = compat.closed([], [*operands, *extras], outs, eqns, [], like)
-    return compat.jaxpr_as_fun(closed), extras
+    return compat.closed([], [*operands, *extras], outs, eqns, [], like), extras
 
 
 class _Info:

@@ -97,6 +97,8 @@ class _Inliner:
             return compat.is_plain_jit(eqn) and templates.recognise(eqn) is None
         if name in ("closed_call", "core_call"):
             return True
+        if name == "recom_fused":  # an optimized function inside this one: its columns join ours
+            return eqn.params["call"].closed is not None
         if name in ("remat2", "checkpoint", "remat"):
             return self.reads_table(compat.inner_jaxpr(eqn))
         return False
@@ -126,7 +128,8 @@ class _Inliner:
         for eqn in jaxpr.eqns:
             invars = [v if isinstance(v, literal) else env.get(v, v) for v in eqn.invars]
             if self.inlines(eqn):
-                inner: Any = compat.inner_jaxpr(eqn)
+                fused = eqn.primitive.name == "recom_fused"
+                inner: Any = eqn.params["call"].closed if fused else compat.inner_jaxpr(eqn)
                 body = compat.open_jaxpr(inner)
                 scope: dict[Any, Any] = dict(zip(body.invars, invars, strict=True))
                 for var, value in zip(body.constvars, inner.consts, strict=True):
