@@ -4,7 +4,8 @@ Takes two models, RECom's model E with its 1,000 embedding columns and the DLRM 
 each: what `recom_jax.optimize` found (`explain`), whether the results are those of plain JAX, and the time of
 the first call and of a call, beside plain `jax.jit`, for each way that inputs can arrive.
 
-`--full` takes larger tables, times model E with its MLPs as well, and adds the two ways in which an expert
+`--full` takes the paper's tables of 2^23 rows (in place of 2^20; some 11 GB), times model E with its MLPs too, and
+adds the two ways in which an expert
 speeds up plain JAX by hand. `--criteo` reads your file instead of made-up rows. `--html` writes model E's
 report as a page.
 """
@@ -198,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m examples.demo", description=(__doc__ or "").split("\n\n", 1)[1]
     )
     parser.add_argument(
-        "--full", action="store_true", help="larger tables, MLPs, expert's versions"
+        "--full", action="store_true", help="tables of 2^23 rows, MLPs, expert's versions"
     )
     parser.add_argument("--batch", type=int, default=256, help="samples a call (default 256)")
     parser.add_argument("--calls", type=int, default=20, help="timed calls of each (default 20)")
@@ -209,7 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--batch and --calls must be at least 1")
 
     CONSOLE.print(f"recom_jax {recom_jax.__version__}, JAX {jax.__version__}, {jax.devices()[0]}")
-    model = model_e(large_rows=2**20 if args.full else 2**16)
+    model = model_e(large_rows=2**23 if args.full else 2**20)
     params, batch = model.init(), model.batch(args.batch)
     peers = expert_rows(model, params, batch) if args.full else ()
     report = tour("RECom's model E, columns alone", model.columns, params, batch, args.calls, peers)
