@@ -5,9 +5,8 @@ each: what `recom_jax.optimize` found (`explain`), whether the results are those
 the first call and of a call, beside plain `jax.jit`, for each way that inputs can arrive.
 
 `--full` takes the paper's tables of 2^23 rows (in place of 2^20; some 11 GB), times model E with its MLPs too, and
-adds the two ways in which an expert
-speeds up plain JAX by hand. `--criteo` reads your file instead of made-up rows. `--html` writes model E's
-report as a page.
+adds the two ways in which an expert speeds up plain JAX by hand. `--criteo` reads your file instead of made-up
+rows. `--html` writes model E's report as a page.
 """
 
 import argparse
