@@ -23,10 +23,10 @@ COMPILE_ARGS = [
     "-O3",
     "-g0",  # Python's own flags often have -g; debug information is most of the size
     "-fvisibility=hidden",
-    "-ffp-contract=off",
+    "-ffp-contract=off",  # results must equal XLA's to the last bit
     # No result depends on them, and loops vectorise: nobody reads exception flags or errno here.
     "-fno-trapping-math",
-    "-fno-math-errno",  # results must equal XLA's to the last bit
+    "-fno-math-errno",
     "-pthread",
     "-Wall",
     "-Wextra",
