@@ -3,6 +3,10 @@
 ``RECOM_DUMP_DIR``  folder that receives each stage's printed form, one file a stage (default: none)
 ``RECOM_VERIFY``    1: run the IR verifier after each pass (default: 0; the test-suite sets 1)
 ``RECOM_DISABLE``   comma-separated names of rewrites to leave out, as `Options.disable`
+``RECOM_CACHE_DIR`` folder of compiled code (default: recom_jax in the user's cache folder); 0 or off: none
+``RECOM_CACHE_BYTES``  how large that folder may grow (default: 268435456, 256 MiB)
+
+Two more have no option: the tests read ``RECOM_HYPOTHESIS``, the interpreter ``RECOM_CPU_ISA`` (docs/options.md).
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ class Options:
       lease_timeout_s: seconds a lease waits for a free slot before `LeaseError`.
       verify: run the IR verifier after each pass; None reads ``RECOM_VERIFY``.
       dump_dir: folder for stage dumps; None reads ``RECOM_DUMP_DIR``.
+      cache_dir: folder of compiled code, "0" or "off" for none; None reads ``RECOM_CACHE_DIR``.
+      cache_bytes: how large that folder may grow; None reads ``RECOM_CACHE_BYTES``.
     """
 
     fast_ids: bool = False
@@ -38,6 +44,8 @@ class Options:
     lease_timeout_s: float = 60.0
     verify: bool | None = None
     dump_dir: str | None = None
+    cache_dir: str | None = None
+    cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         from recom_jax.simplify import NAMES
@@ -58,6 +66,8 @@ class Options:
             raise OptionError(
                 f"Options.small_table_bytes is at least 0, not {self.small_table_bytes}"
             )
+        if self.cache_bytes is not None and self.cache_bytes < 0:
+            raise OptionError(f"Options.cache_bytes is at least 0, not {self.cache_bytes}")
 
     @property
     def verifies(self) -> bool:
@@ -67,6 +77,20 @@ class Options:
     def dumps_to(self) -> pathlib.Path | None:
         path = self.dump_dir or os.environ.get("RECOM_DUMP_DIR")
         return pathlib.Path(path) if path else None
+
+    @property
+    def caches_in(self) -> pathlib.Path | None:
+        path = self.cache_dir or os.environ.get("RECOM_CACHE_DIR") or _user_cache()
+        return pathlib.Path(path) if path and path.lower() not in ("0", "off") else None
+
+    @property
+    def cache_limit(self) -> int:
+        if self.cache_bytes is not None:
+            return self.cache_bytes
+        text = os.environ.get("RECOM_CACHE_BYTES") or str(1 << 28)
+        if not text.isdecimal():
+            raise OptionError(f"RECOM_CACHE_BYTES is a number of bytes, not {text!r}")
+        return int(text)
 
     @property
     def disabled(self) -> frozenset[str]:
@@ -79,3 +103,11 @@ def _flag(name: str) -> bool:
     if value not in ("0", "1", ""):
         raise OptionError(f"{name} is 0 or 1, not {value!r}")
     return value == "1"
+
+
+def _user_cache() -> str | None:
+    """recom_jax in the user's cache folder; None for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # relative ones are to be ignored, says the XDG specification
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "recom_jax") if os.path.isabs(base) else None
