@@ -34,7 +34,11 @@ class Body:
         self.lines: list[str] = []
         self.depth = 1
         self.used: set[int] = set()  # slots read from the column's words
-        self.arrays: set[int] = set()  # registers of the region at work that hold a value a position in flight
+        # Registers of the region at work that later phases read: numbers, and rows.
+        self.numbers: set[int] = set()
+        self.rows: set[int] = set()
+        self.flight, self.in_flight = 1, False
+        self.narrow = self.narrow_indexes()
         self.position = ""  # "q" inside a region
         self.jagged = False
         self.inner = 0
@@ -51,7 +55,11 @@ class Body:
         """A slot's value: a literal where all columns agree."""
         value = self.u.constants.get(s)
         if value is not None:
-            return str(value) if -(2**31) < value < 2**31 else f"static_cast<i64>({value & (2**64 - 1)}ull)"
+            return (
+                str(value)
+                if -(2**31) < value < 2**31
+                else f"static_cast<i64>({value & (2**64 - 1)}ull)"
+            )
         self.used.add(s)
         return f"s{s}"
 
@@ -59,10 +67,30 @@ class Body:
         return f"immediate<{TYPES[dtype]}>({self.slot(s)})"
 
     def reg(self, r: int) -> str:
-        return f"r{r}[u]" if r in self.arrays else f"r{r}"
+        if r in self.numbers:
+            return f"now[u].r{r}"
+        return f"r{r}[u]" if r in self.rows else f"r{r}"
+
+    def narrow_indexes(self) -> set[int]:
+        """Row numbers that 32 bits hold: of tables whose rows are known to be few enough."""
+        found: set[int] = set()
+        for i in walk(self.u.code):
+            rows = self.u.constants.get(i.args[3]) if i.op == "INDEX" else None
+            if rows is not None and rows < 2**31:
+                found.add(i.args[1])
+        for i in walk(self.u.code):
+            if i.op in ("PREDICATE", "EXPAND") and i.args[1] in found:
+                found.add(i.args[0])
+        # Shifted to one of several stacked tables: as wide as the format says.
+        for i in walk(self.u.code):
+            if i.op in ("BINARY", "SELECT", "CONVERT", "UNARY"):
+                found -= set(reads(i))
+        return found
 
     def type_of(self, r: int) -> str:
         g = self.cls.regs[r]
+        if r in self.narrow:
+            return "i32"
         return TYPES[g.dtype] if g.width < 0 else f"Row<{TYPES[g.dtype]}, kVec>"
 
     def is_row(self, r: int) -> bool:
@@ -104,7 +132,11 @@ class Body:
         passes, self.lines = self.lines, []
         self.depth = 1
         before = self.before()
-        rows = "numbers" if u.width_slot < 0 else f"rows of {u.width if u.width is not None else 'any width'}"
+        rows = (
+            "numbers"
+            if u.width_slot < 0
+            else f"rows of {u.width if u.width is not None else 'any width'}"
+        )
         form = ("no reduction", "bags", "jagged bags")[u.form]
         lanes = "const int kLanes = t.lanes;"
         if u.width is not None:
@@ -144,7 +176,9 @@ class Body:
                 self.lambda_of(i, seg, f"seg_{seg}")
                 if splits is not None:
                     buffer, offset, n = splits
-                    self.put(f"const auto* const splits_{seg} = {self.buffer(buffer)} + {self.slot(offset)};")
+                    self.put(
+                        f"const auto* const splits_{seg} = {self.buffer(buffer)} + {self.slot(offset)};"
+                    )
                     self.put(
                         f"const bool ascends_{seg} = block_ascends([&](i64 k) {{ return "
                         f"static_cast<i64>(load_one(splits_{seg} + k)); }}, {self.slot(n)});"
@@ -203,7 +237,7 @@ class Body:
         """An instruction that writes a register of its own space."""
         r = self.dst(i)
         finish = i.op == "TAKE" and i.args[0] and self.floating(r)
-        if r in self.arrays:
+        if r in self.rows:
             self.put(f"{self.reg(r)} = {self.value(i)};")
         else:
             self.put(f"{'' if finish else 'const '}{self.type_of(r)} r{r} = {self.value(i)};")
@@ -242,13 +276,16 @@ class Body:
             return f"x_bitcast<{TYPES[dtype]}>({reg(a[1])})"
         if i.op == "SEARCH":
             find = f"search_{a[0].lower()}<{_SIDES[a[1]]}>"
-            return f"{find}({reg(a[3])}, {self.buffer(a[4])} + {self.slot(a[5])}, {self.slot(a[6])})"
+            return (
+                f"{find}({reg(a[3])}, {self.buffer(a[4])} + {self.slot(a[5])}, {self.slot(a[6])})"
+            )
         if i.op == "SEARCH_UNIFORM":
             x = self.cls.regs[a[2]].dtype
             grid = f"{self.imm(x, a[3])}, {self.imm(x, a[4])}, {self.slot(a[5])}"
             return f"search_uniform<{_SIDES[a[0]]}>({reg(a[2])}, {grid})"
         if i.op == "INDEX":
-            return f"index_{a[0].lower()}({reg(a[2])}, {self.slot(a[3])})"
+            kind = "i32" if a[1] in self.narrow else "i64"
+            return f"index_{a[0].lower()}<{kind}>({reg(a[2])}, {self.slot(a[3])})"
         if i.op == "PREDICATE":
             return f"predicate({reg(a[1])}, {reg(a[2])})"
         if i.op == "TAKE":
@@ -288,12 +325,20 @@ class Body:
     def fetch(self, i: Instr) -> str:
         """A lookup's row."""
         take = i.op == "TAKE"
-        dst, idx, fill = i.args[1 if take else 2], i.args[2 if take else 3], i.args[6 if take else 8]
+        dst, idx, fill = (
+            i.args[1 if take else 2],
+            i.args[2 if take else 3],
+            i.args[6 if take else 8],
+        )
         table, base, stride = self.table(i)
         dtype = self.cls.regs[dst].dtype
         none = f"immediate<{TYPES[dtype]}>(0)" if i.args[0] else self.imm(dtype, fill)
         if take:
-            none = f"{self.reg(idx)} == kSkipped ? {TYPES[dtype]}(0) : {none}" if self.masked(idx) else none
+            none = (
+                f"{self.reg(idx)} == kSkipped ? {TYPES[dtype]}(0) : {none}"
+                if self.masked(idx)
+                else none
+            )
         at = table if base == "0" else f"{table} + {base}"
         return f"take<{TYPES[dtype]}, kVec>({at}, {self.reg(idx)}, {stride}, f, {none})"
 
@@ -337,14 +382,19 @@ class Body:
         code = closure(region.body, {register})
         if any(i.op in ("EXPAND", "TAKE", "POOL", "ACC") for i in code):
             raise Unsupported("segment ids that depend on bags")
-        arrays, self.arrays = self.arrays, set()
-        position, self.position, jagged, self.jagged = self.position, "q", self.jagged, region.op == "JREGION"
+        kept, self.numbers, self.rows = (self.numbers, self.rows), set(), set()
+        position, self.position, jagged, self.jagged = (
+            self.position,
+            "q",
+            self.jagged,
+            region.op == "JREGION",
+        )
         self.put(f"const auto {name} = [&](i64 q) -> i64 {{")
         for i in code:
             self.put(f"  const {self.type_of(self.dst(i))} r{writes(i)} = {self.value(i)};")
         self.put(f"  return static_cast<i64>(r{register});")
         self.put("};")
-        self.arrays, self.position, self.jagged = arrays, position, jagged
+        (self.numbers, self.rows), self.position, self.jagged = kept, position, jagged
 
     def splits(self, region: Instr) -> tuple[int, int, int] | None:
         """(buffer, offset, count) of row splits, if segment ids are `searchsorted(splits, position, right) - 1`."""
@@ -360,7 +410,12 @@ class Body:
         if search is None or search.op != "SEARCH" or search.args[1] != "RIGHT":
             return None
         x = made.get(search.args[3])
-        while x is not None and x.op == "CONVERT" and self.integer(x.args[0]) and self.integer(x.args[1]):
+        while (
+            x is not None
+            and x.op == "CONVERT"
+            and self.integer(x.args[0])
+            and self.integer(x.args[1])
+        ):
             x = made.get(x.args[1])
         if x is None or x.op != "AFFINE" or not self.integer(x.args[0]):
             return None
@@ -379,39 +434,101 @@ class Body:
         self.inner = 0 if self.jagged else len(i.args) - 1
         body = i.body
         phase = _phases(body, self.cls.regs)
-        made = {w: phase[k] for k, b in enumerate(body) if (w := writes(b)) is not None and b.op not in ("POOL", "ACC")}
-        crossing = {
-            r for k, b in enumerate(body) for r in reads(b) if r in made and made[r] != phase[k]
+        made = {
+            w: phase[k]
+            for k, b in enumerate(body)
+            if (w := writes(b)) is not None and b.op not in ("POOL", "ACC")
         }
-        lookups = sum(b.op in ("TAKE", "POOL") or (b.op == "LOAD" and self.is_row(b.args[0])) for b in body)
-        flight = 4 if lookups <= 2 else 2
+        # What a later phase reads of an earlier one. A pool reads its row number in the first.
+        later = {
+            r
+            for k, b in enumerate(body)
+            for r in (reads(b)[1:] if b.op == "POOL" else reads(b))
+            if r in made and made[r] != phase[k]
+        }
+        self.numbers = {r for r in later if made[r] == 0}
+        self.rows = {r for r in later if made[r] == 1}
         reductions = [b for b in body if b.op in ("POOL", "ACC")]
+        pools = [b for b in reductions if b.op == "POOL"]
+        lookups = sum(n == 1 for n in phase) + len(pools)
+        self.flight = 4 if lookups <= 2 else 2
         for b in reductions:
             dst, kind = (b.args[2], b.args[1]) if b.op == "POOL" else (b.args[1], b.args[0])
             init = self.imm(self.cls.regs[dst].dtype, b.args[9 if b.op == "POOL" else 3])
             start = f"start_of<{_KINDS[kind]}>({init}, me.slice)"
-            self.put(f"{self.type_of(dst)} r{dst} = {f'spread<kVec>({start})' if self.is_row(dst) else start};")
+            start = f"spread<kVec>({start})" if self.is_row(dst) else start
+            self.put(f"{self.type_of(dst)} r{dst} = {start};")
         self.put("{")
         self.depth += 1
         self.bounds(i)
-        for r in sorted(crossing):
-            self.put(f"{self.type_of(r)} r{r}[{flight}];")
-        for b in reductions:
-            if b.op == "POOL":
-                self.put(f"i64 k{b.args[2]}[{flight}];")
-                self.put(f"Row<{TYPES[self.cls.regs[b.args[2]].dtype]}, kVec> x{b.args[2]}[{flight}];")
-        self.put(f"for (i64 q0 = begin + me.slice; q0 < end; q0 += {flight} * t.slices) {{")
+        wanted = self.numbers | {b.args[3] for b in pools}
+        self.first_phase(
+            i, closure([b for k, b in enumerate(body) if phase[k] == 0], wanted), pools
+        )
+        self.put("if (begin + me.slice < end) {")
         self.depth += 1
-        self.arrays = crossing
-        for n in range(3):
-            self.phase(i, [b for k, b in enumerate(body) if phase[k] == n], n, flight)
-        self.arrays = set()
+        self.put(f"Position now[{self.flight}], next[{self.flight}];")
+        self.each(f"now[u] = numbers(begin + me.slice + u * t.slices);")
+        step = f"{self.flight} * t.slices"
+        self.put(f"for (i64 q0 = begin + me.slice; q0 < end; q0 += {step}) {{")
+        self.depth += 1
+        for r in sorted(self.rows):
+            self.put(f"{self.type_of(r)} r{r}[{self.flight}];")
+        for b in pools:
+            self.put(
+                f"Row<{TYPES[self.cls.regs[b.args[2]].dtype]}, kVec> x{b.args[2]}[{self.flight}];"
+            )
+        self.in_flight = True
+        self.put("#pragma unroll")
+        self.put(f"for (int u = 0; u < {self.flight}; ++u) {{")
+        self.depth += 1
+        ones = [b for k, b in enumerate(body) if phase[k] == 1]
+        self.place(i, bool(ones))
+        for b in ones:
+            self.write(b)
+        for b in pools:
+            self.put(f"x{b.args[2]}[u] = {self.pool_row(b)};")
         self.depth -= 1
         self.put("}")
+        # The next positions' ids are on their way while these rows are.
+        self.each(f"next[u] = numbers(q0 + {step} + u * t.slices);")
+        self.put("#pragma unroll")
+        self.put(f"for (int u = 0; u < {self.flight}; ++u) {{")
+        self.depth += 1
+        twos = [b for k, b in enumerate(body) if phase[k] == 2]
+        self.place(i, any(b.op in ("AFFINE", "LOAD") for b in twos))
+        for b in twos:
+            if b.op == "POOL":
+                self.pool(b)
+            elif b.op == "ACC":
+                self.put(
+                    f"combine_if<{_KINDS[b.args[0]]}>(now[u].in, r{b.args[1]}, {self.reg(b.args[2])});"
+                )
+            else:
+                self.write(b)
+        self.put("now[u] = next[u];")
+        self.depth -= 1
+        self.put("}")
+        self.in_flight = False
+        for _ in range(2):
+            self.depth -= 1
+            self.put("}")
+        self.numbers, self.rows = set(), set()
         self.finish(i, reductions)
         self.depth -= 1
         self.put("}")
         self.position, self.jagged = "", False
+
+    def each(self, line: str) -> None:
+        self.put("#pragma unroll")
+        self.put(f"for (int u = 0; u < {self.flight}; ++u) {line}")
+
+    def pool(self, b: Instr) -> None:
+        """Adds a row to its bag."""
+        dst, row = b.args[2], f"x{b.args[2]}[u]"
+        if b.args[4] >= 0:
+            row = f"x_mul({row}, {self.reg(b.args[4])})"
+        self.put(f"combine_if<{_KINDS[b.args[1]]}>(now[u].k{dst} != kSkipped, r{dst}, {row});")
 
     def bounds(self, i: Instr) -> None:
         if not self.jagged:
@@ -430,44 +547,46 @@ class Body:
         n = self.slot(splits[2])
         self.put(f"if (ascends_{seg}) split_range(splits_{seg}, {n}, {total}, bag, begin, end);")
 
-    def phase(self, region: Instr, code: Sequence[Instr], n: int, flight: int) -> None:
-        pools = [b for b in region.body if b.op == "POOL"]
-        if not code and not (n < 2 and pools):
-            return
+    def first_phase(self, region: Instr, code: Sequence[Instr], pools: Sequence[Instr]) -> None:
+        """What is computed of a position before any row is read, as a function of the position."""
         self.position = "q"
-        self.put("#pragma unroll")
-        self.put(f"for (int u = 0; u < {flight}; ++u) {{")
+        fields = [f"{self.type_of(r)} r{r};" for r in sorted(self.numbers)]
+        fields += [f"{self.type_of(b.args[3])} k{b.args[2]};" for b in pools]
+        self.put("struct Position {")
+        self.put(f"  {' '.join(['bool in;', *fields])}")
+        self.put("};")
+        self.put("const auto numbers = [&](i64 at_q) -> Position {")
         self.depth += 1
-        self.put("const i64 at_q = q0 + u * t.slices;")
+        self.put("Position now;")
         self.put(self.inside(region))
-        self.put("const i64 q = at_q < end ? at_q : begin;")
+        self.place(region, True, "at_q")
+        kept, self.numbers = self.numbers, set()
+        for b in code:
+            self.write(b)
+        self.put("now.in = in;")
+        for r in sorted(kept):
+            self.put(f"now.r{r} = r{r};")
+        for b in pools:
+            k = b.args[3]
+            self.put(f"now.k{b.args[2]} = in ? r{k} : static_cast<{self.type_of(k)}>(kSkipped);")
+        self.numbers = kept
+        self.put("return now;")
+        self.depth -= 1
+        self.put("};")
+
+    def place(self, region: Instr, wanted: bool, at: str = "q0 + u * t.slices") -> None:
+        """Names the position's index: behind the end, the first one's."""
+        self.position = "q"
+        if not wanted:
+            return
+        self.put(f"const i64 q = {at} < end ? {at} : begin;")
         if not self.jagged and self.inner > 1:
-            self.put("i64 rest = q;")
+            self.put("i64 rest_q = q;")
             for k in range(self.inner - 1, 0, -1):
                 size = self.slot(region.args[1 + k])
-                self.put(f"const i64 q_{k} = rest % {size};")
-                self.put(f"rest /= {size};")
-            self.put("const i64 q_0 = rest;")
-        for b in code:
-            if b.op in ("POOL", "ACC"):
-                continue
-            self.write(b)
-        for b in pools:
-            dst = b.args[2]
-            if n == 0:
-                self.put(f"k{dst}[u] = in ? {self.reg(b.args[3])} : kSkipped;")
-            elif n == 1:
-                self.put(f"x{dst}[u] = {self.pool_row(b)};")
-        for b in code:
-            if b.op == "POOL":
-                dst, row = b.args[2], f"x{b.args[2]}[u]"
-                if b.args[4] >= 0:
-                    row = f"x_mul({row}, {self.reg(b.args[4])})"
-                self.put(f"combine_if<{_KINDS[b.args[1]]}>(k{dst}[u] != kSkipped, r{dst}, {row});")
-            elif b.op == "ACC":
-                self.put(f"combine_if<{_KINDS[b.args[0]]}>(in, r{b.args[1]}, {self.reg(b.args[2])});")
-        self.depth -= 1
-        self.put("}")
+                self.put(f"const i64 q_{k} = rest_q % {size};")
+                self.put(f"rest_q /= {size};")
+            self.put("const i64 q_0 = rest_q;")
 
     def inside(self, region: Instr) -> str:
         if not self.jagged:
@@ -481,7 +600,7 @@ class Body:
         dtype = self.cls.regs[dst].dtype
         fill = f"immediate<{TYPES[dtype]}>(0)" if b.args[0] else self.imm(dtype, b.args[8])
         at = table if base == "0" else f"{table} + {base}"
-        return f"take<{TYPES[dtype]}, kVec>({at}, k{dst}[u], {stride}, f, {fill})"
+        return f"take<{TYPES[dtype]}, kVec>({at}, now[u].k{dst}, {stride}, f, {fill})"
 
     def finish(self, region: Instr, reductions: Sequence[Instr]) -> None:
         for b in reductions:

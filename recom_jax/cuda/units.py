@@ -107,9 +107,7 @@ def closure(code: Sequence[Instr], wanted: set[int]) -> tuple[Instr, ...]:
 
 def needed(cls: ClassDef, width_slot: int) -> tuple[Instr, ...]:
     """The code of the stores of one width."""
-    stores = [
-        i for i in cls.code if i.op == "STORE" and cls.regs[i.args[0]].width == width_slot
-    ]
+    stores = [i for i in cls.code if i.op == "STORE" and cls.regs[i.args[0]].width == width_slot]
     wanted = {i.args[0] for i in stores}
     return (*closure(cls.code, wanted), *stores)
 
@@ -131,9 +129,7 @@ def units_of(program: Program) -> Units:
     for n, column in enumerate(program.columns):
         cls = program.classes[column.cls]
         if column.cls not in parts:
-            slots = dict.fromkeys(
-                cls.regs[i.args[0]].width for i in cls.code if i.op == "STORE"
-            )
+            slots = dict.fromkeys(cls.regs[i.args[0]].width for i in cls.code if i.op == "STORE")
             parts[column.cls] = [(s, needed(cls, s)) for s in slots]
         for slot, code in parts[column.cls]:
             width = 1 if slot < 0 else _constant(program, cls, column.values, slot)
@@ -156,9 +152,7 @@ def units_of(program: Program) -> Units:
         ops = {i.op for i in code}
         form = JAGGED if "JREGION" in ops else REGION if "REGION" in ops else PLAIN
         vec = _vector(cls, code, slot, width, dtypes)
-        classes.append(
-            UnitClass(cls, number, slot, width, form, vec, dtypes, constants, code)
-        )
+        classes.append(UnitClass(cls, number, slot, width, form, vec, dtypes, constants, code))
     return Units(tuple(classes), tuple(units))
 
 
@@ -170,9 +164,7 @@ def _constant(program: Program, cls: ClassDef, values: Sequence[int], slot: int)
     return op.a if cls.slots[slot] == DIM and op.kind == "const" else None
 
 
-def _shared(
-    program: Program, cls: ClassDef, columns: Sequence[Sequence[int]]
-) -> dict[int, int]:
+def _shared(program: Program, cls: ClassDef, columns: Sequence[Sequence[int]]) -> dict[int, int]:
     found: dict[int, int] = {}
     for slot, kind in enumerate(cls.slots):
         if kind not in (IMM, DIM):

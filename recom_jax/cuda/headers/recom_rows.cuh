@@ -7,27 +7,38 @@
 
 namespace recom_cuda {
 
-constexpr i64 kMissing = -1;  // a row number outside the table: the fill value
-constexpr i64 kSkipped = -2;  // a masked-out position: nothing
+constexpr int kMissing = -1;  // a row number outside the table: the fill value
+constexpr int kSkipped = -2;  // a masked-out position: nothing
 
-template <class T>
-RECOM_FN i64 index_clip(T x, i64 rows) {
+// Row numbers of type I, wide enough for `rows`.
+template <class I, class T>
+RECOM_FN I index_clip(T x, i64 rows) {
   if (rows <= 0) return kMissing;
   if constexpr (kIsSigned<T>) {
-    const i64 r = static_cast<i64>(x);
-    return r < 0 ? 0 : r < rows ? r : rows - 1;
+    if constexpr (sizeof(I) == 4 && sizeof(T) <= 4) {
+      const i32 r = static_cast<i32>(x), last = static_cast<i32>(rows - 1);
+      return r < 0 ? 0 : r < last ? r : last;
+    } else {
+      const i64 r = static_cast<i64>(x);
+      return static_cast<I>(r < 0 ? 0 : r < rows ? r : rows - 1);
+    }
   } else {
     const u64 r = static_cast<u64>(x);
-    return r < static_cast<u64>(rows) ? static_cast<i64>(r) : rows - 1;
+    return static_cast<I>(r < static_cast<u64>(rows) ? r : static_cast<u64>(rows - 1));
   }
 }
-template <class T>
-RECOM_FN i64 index_fill(T x, i64 rows) {
+template <class I, class T>
+RECOM_FN I index_fill(T x, i64 rows) {
   // A signed number widens with its sign: negative ones become huge unsigned ones, and miss.
-  const u64 r = kIsSigned<T> ? static_cast<u64>(static_cast<i64>(x)) : static_cast<u64>(x);
-  return r < static_cast<u64>(rows) ? static_cast<i64>(r) : kMissing;
+  using Wide = typename If<sizeof(I) == 4 && sizeof(T) <= 4, u32, u64>::type;
+  using Signed = typename If<sizeof(Wide) == 4, i32, i64>::type;
+  const Wide r = kIsSigned<T> ? static_cast<Wide>(static_cast<Signed>(x)) : static_cast<Wide>(x);
+  return r < static_cast<Wide>(rows) ? static_cast<I>(r) : static_cast<I>(kMissing);
 }
-RECOM_FN i64 predicate(i64 index, pred mask) { return mask ? index : kSkipped; }
+template <class I>
+RECOM_FN I predicate(I index, pred mask) {
+  return mask ? index : static_cast<I>(kSkipped);
+}
 
 // N neighbouring elements. N > 1 promises that they are aligned to min(16, their bytes).
 template <class E, int N>
@@ -97,10 +108,10 @@ RECOM_FN Row<E, N> load_row(const E* at, i64 feature, i64 stride) {
 }
 
 // A lane's share of a table's row, as T; `fill` everywhere where there is no such row.
-template <class T, int N, class E>
-RECOM_FN Row<T, N> take(const E* table, i64 index, i64 row_stride, i64 feature, T fill) {
+template <class T, int N, class E, class I>
+RECOM_FN Row<T, N> take(const E* table, I index, i64 row_stride, i64 feature, T fill) {
   Row<T, N> r = spread<N>(fill);
-  if (index >= 0) r = x_convert<T>(load_vector<E, N>(table + index * row_stride + feature));
+  if (index >= 0) r = x_convert<T>(load_vector<E, N>(table + static_cast<i64>(index) * row_stride + feature));
   return r;
 }
 
