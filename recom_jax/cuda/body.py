@@ -307,7 +307,7 @@ class Body:
         return [*self.bag_axes, *(["q"] if n == 1 else [f"q_{k}" for k in range(n)])]
 
     def load(self, i: Instr) -> str:
-        dst, buffer, offset, n, *strides = i.args
+        dst, buffer, offset, _, *strides = i.args
         data = self.buffer(buffer)
         if not self.is_row(dst):
             return f"load_one({data} + {self.dot(offset, strides, self.axes())})"
@@ -468,7 +468,7 @@ class Body:
         self.put("if (begin + me.slice < end) {")
         self.depth += 1
         self.put(f"Position now[{self.flight}], next[{self.flight}];")
-        self.each(f"now[u] = numbers(begin + me.slice + u * t.slices);")
+        self.each("now[u] = numbers(begin + me.slice + u * t.slices);")
         step = f"{self.flight} * t.slices"
         self.put(f"for (i64 q0 = begin + me.slice; q0 < end; q0 += {step}) {{")
         self.depth += 1
@@ -618,7 +618,8 @@ class Body:
             self.one_hot_index(region, b.args[3], f"index_{dst}")
             self.put(
                 f"one_hot_finish(r{dst}, {table} + {base}, {self.slot(self.rows_slot(b))}, {stride}, f, dirty_{dst}, "
-                f"[&](i64 row) {{ for (i64 q = 0; q < end; ++q) if (index_{dst}(q) == row) return true; return false; }});"
+                f"[&](i64 row) {{ for (i64 q = 0; q < end; ++q) if (index_{dst}(q) == row) return true; "
+                "return false; });"
             )
 
     def one_hot_index(self, region: Instr, register: int, name: str) -> None:

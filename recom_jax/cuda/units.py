@@ -55,7 +55,7 @@ class Units:
 def writes(i: Instr) -> int | None:
     """The register an instruction writes (REGION and STORE: none)."""
     if i.op in ("UNARY", "BINARY", "INDEX", "TAKE", "SEARCH_UNIFORM", "ACC"):
-        return int(i.args[1] if i.op != "ACC" else i.args[1])
+        return int(i.args[1])
     if i.op in ("SEARCH", "POOL"):
         return int(i.args[2])
     if i.op in ("REGION", "JREGION", "STORE"):
