@@ -18,6 +18,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, PlatformError
 
 CSRC = pathlib.Path("csrc")
+CUDA_HEADERS = pathlib.Path("recom_jax/cuda/headers")  # shared with the generated kernel
 COMPILE_ARGS = [
     "-std=c++17",
     "-O3",
@@ -52,7 +53,7 @@ class ParallelBuildExt(build_ext):
     """Compiles the sources side by side, after checking that this machine can compile them at all."""
 
     def build_extension(self, ext: Extension) -> None:
-        ext.include_dirs = [str(CSRC)]
+        ext.include_dirs = [str(CSRC), str(CUDA_HEADERS)]
         # Headers that aren't ours: no warnings about them.
         system = ["-isystem", pybind11.get_include(), "-isystem", jaxlib_include()]
         self.check_python_headers()
@@ -106,7 +107,10 @@ setup(
         Extension(
             "recom_jax._recom",
             sources=sorted(str(path) for path in CSRC.glob("*.cc")),
-            depends=sorted(str(path) for path in [*CSRC.glob("*.h"), *CSRC.glob("*.inc")]),
+            depends=sorted(
+                str(path)
+                for path in [*CSRC.glob("*.h"), *CSRC.glob("*.inc"), *CUDA_HEADERS.glob("*.h")]
+            ),
             extra_link_args=LINK_ARGS,
             language="c++",
         )

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "cuda_bindings.h"
 #include "ffi_handler.h"
 #include "interp.h"
 #include "kernels.h"
@@ -199,4 +200,5 @@ PYBIND11_MODULE(_recom, m) {
       "validate", [](const py::bytes& b) { recom::decode_program(recom::view(b)); },
       py::arg("program"), "Raises ValueError if the program is malformed.");
   bind_packing(m);
+  recom::bind_cuda(m);
 }

@@ -65,6 +65,10 @@ class LeaseError(RecomError, RuntimeError):
     """A lease was used twice, or none came free in time."""
 
 
+class CudaError(RecomError, RuntimeError):
+    """The CUDA target lacks a library, or its compiler refused the kernel."""
+
+
 class PlatformError(RecomError, RuntimeError):
     """The extension module is missing or does not match this installation."""
 

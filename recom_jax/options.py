@@ -5,6 +5,7 @@
 ``RECOM_DISABLE``   comma-separated names of rewrites to leave out, as `Options.disable`
 ``RECOM_CACHE_DIR`` folder of compiled code (default: recom_jax in the user's cache folder); 0 or off: none
 ``RECOM_CACHE_BYTES``  how large that folder may grow (default: 268435456, 256 MiB)
+``CUDA_HOME``, ``CUDA_PATH``  folder of a CUDA toolkit whose NVRTC is used if no installed package has one
 
 Two more have no option: the tests read ``RECOM_HYPOTHESIS``, the interpreter ``RECOM_CPU_ISA`` (docs/options.md).
 """
@@ -96,6 +97,11 @@ class Options:
     def disabled(self) -> frozenset[str]:
         names = os.environ.get("RECOM_DISABLE", "")
         return frozenset(self.disable) | {n.strip() for n in names.split(",") if n.strip()}
+
+
+def cuda_homes() -> list[pathlib.Path]:
+    """Folders of CUDA toolkits that the environment names."""
+    return [pathlib.Path(p) for n in ("CUDA_HOME", "CUDA_PATH") if (p := os.environ.get(n))]
 
 
 def _flag(name: str) -> bool:
