@@ -18,26 +18,8 @@ void check(bool ok, const char* what) {
   if (!ok) fail(what);
 }
 
-// Width slots that hold the same value at every call count as one.
-class Widths {
- public:
-  explicit Widths(const ColumnClass& c) : parent_(c.slot_kinds.size()) {
-    for (size_t i = 0; i < parent_.size(); ++i) parent_[i] = static_cast<int>(i);
-    for (auto [a, b] : c.equal_widths) parent_[root(a)] = root(b);
-  }
-  bool same(int a, int b) { return a == b || (a >= 0 && b >= 0 && root(a) == root(b)); }
-
- private:
-  int root(int i) {
-    while (parent_[i] != i) i = parent_[i] = parent_[parent_[i]];
-    return i;
-  }
-  std::vector<int> parent_;
-};
-
 // The stores of the class's width and, going backwards, everything they read.
 void find_ops(const ColumnClass& c, CudaClass* k) {
-  Widths widths(c);
   std::vector<char> needed(c.regs.size(), 0);
   const auto need = [&](int r) {
     if (r >= 0) needed[r] = 1;
@@ -45,7 +27,7 @@ void find_ops(const ColumnClass& c, CudaClass* k) {
   for (int i = static_cast<int>(c.ops.size()) - 1; i >= 0; --i) {
     const Op& o = c.ops[i];
     if (o.op == opcode::k_STORE) {
-      if (!widths.same(c.regs[o.a].width_slot, k->width_slot)) continue;
+      if (c.regs[o.a].width_slot != k->width_slot) continue;
       k->stores.push_back(i);
     } else if (o.op == opcode::k_REGION || o.op == opcode::k_JREGION) {
       bool inside = false;
