@@ -5,12 +5,14 @@
 
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "cuda_driver.h"
 #include "cuda_nvrtc.h"
 #include "cuda_plan.h"
+#include "cuda_time.h"
 #include "program.h"
 
 namespace py = pybind11;
@@ -99,12 +101,25 @@ py::tuple nvrtc_compile(const std::vector<std::string>& paths, std::string text,
   return py::make_tuple(py::bytes(result.image), result.log);
 }
 
+std::vector<double> cuda_time(
+    std::string_view image, int pointers,
+    const std::vector<std::tuple<std::string, std::string, std::vector<uint64_t>>>& launches,
+    int device, int calls, int repeats, int64_t flush_bytes) {
+  std::vector<TimedLaunch> timed;
+  for (const auto& [tiles, words, buffers] : launches) timed.push_back({tiles, words, buffers});
+  const py::gil_scoped_release release;
+  return time_launches(image, pointers, timed, device, calls, repeats, flush_bytes);
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
   m.def("cuda_plan", &cuda_plan, py::arg("program"), py::arg("launch"), py::arg("layout"),
         py::arg("operands"), py::arg("results"), py::arg("sms"), py::arg("pointers"),
         "The launches of a call, for tests: tiles and words as recom_abi.h lays them out.");
+  m.def("cuda_time", &cuda_time, py::arg("image"), py::arg("pointers"), py::arg("launches"),
+        py::arg("device"), py::arg("calls"), py::arg("repeats"), py::arg("flush_bytes"),
+        "Milliseconds per call of (tiles, words, addresses) launches, by device events.");
   m.def("cuda_info", &cuda_info, "Driver, devices, and what is missing if there are none.");
   m.def("nvrtc_compile", &nvrtc_compile, py::arg("paths"), py::arg("text"), py::arg("name"),
         py::arg("headers"), py::arg("options"), py::arg("cubin"), "(image, log), or RuntimeError.");

@@ -59,6 +59,9 @@ inline constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHost
   X(stream_capturing, "cuStreamIsCapturing", (Stream, int*))                                                     \
   X(stream_create, "cuStreamCreate", (Stream*, unsigned))                                                        \
   X(stream_synchronize, "cuStreamSynchronize", (Stream))                                                         \
+  X(stream_destroy, "cuStreamDestroy_v2", (Stream))                                                              \
+  X(mem_set_async, "cuMemsetD8Async", (Pointer, unsigned char, size_t, Stream))                                  \
+  X(event_elapsed, "cuEventElapsedTime", (float*, Event, Event))                                                 \
   X(stream_wait_event, "cuStreamWaitEvent", (Stream, Event, unsigned))                                           \
   X(event_create, "cuEventCreate", (Event*, unsigned))                                                           \
   X(event_record, "cuEventRecord", (Event, Stream))                                                              \
