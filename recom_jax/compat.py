@@ -72,6 +72,15 @@ def closed(
     return outer(inner(*parts), list(consts))
 
 
+def jaxpr_text(closed: Any, equations: int) -> str:
+    """The printed form of a jaxpr, with its first equations only."""
+    jaxpr = open_jaxpr(closed)
+    if len(jaxpr.eqns) <= equations:
+        return str(jaxpr)
+    text = str(jaxpr.replace(eqns=list(jaxpr.eqns[:equations])))
+    return f"{text}\n... and {len(jaxpr.eqns) - equations:,} more equations"
+
+
 def debug_info(what: str) -> Any:
     """Debug information for a jaxpr of ours."""
     return _lu.DebugInfo("recom_jax", what, (), ())

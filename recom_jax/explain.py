@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import io
+import math
 import os
 import pathlib
-import re
 from typing import Any
 
 from rich import box
@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from recom_jax import compat, ir
+from recom_jax.explain_stages import Result, Stage, lookups_of, results_of, stages_of
 from recom_jax.pipeline import Compiled
+from recom_jax.program import Program
 
 _SHOWN = 40
 
@@ -34,6 +36,9 @@ class ColumnReport:
       dim, rows: of the table. dtype: of the table.
       rewrites: names of the rewrites applied to it, in order.
       ids: the row number as the program computes it, after rewrites; x(o;s) reads x at offset o with strides s.
+      facts: what is known of that row number's values.
+      classes: the code that runs it, as "call.class": columns of one class share code.
+      bytes: of the table.
     """
 
     name: str
@@ -47,6 +52,9 @@ class ColumnReport:
     dtype: str
     rewrites: tuple[str, ...]
     ids: str
+    facts: str = ""
+    classes: tuple[str, ...] = ()
+    bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +67,8 @@ class Report:
       source: the programs that the calls run, as text.
       classes: per call, how many columns share each class of code.
       others: gathers that are no embedding columns: (file:line, why).
+      stages: what each stage of the compiler made of this model.
+      results: where columns land in what the fused calls return.
     """
 
     function: str
@@ -67,6 +77,9 @@ class Report:
     source: str
     classes: tuple[tuple[int, ...], ...]
     others: tuple[tuple[str, str], ...] = ()
+    stages: tuple[Stage, ...] = ()
+    results: tuple[Result, ...] = ()
+    programs: tuple[Program, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def num_columns(self) -> int:
@@ -79,11 +92,32 @@ class Report:
     def __str__(self) -> str:
         return self.to_text()
 
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as one self-contained page. Raises OSError if `path` cannot be written."""
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The report as one self-contained page, for people: stages, a picture of the results, columns, code.
+
+        Args:
+          path: a file to write it to. Raises OSError if that cannot be done.
+        """
         from recom_jax.explain_html import render
 
-        pathlib.Path(path).write_text(render(self), encoding="utf-8")
+        page = render(self)
+        if path is not None:
+            pathlib.Path(path).write_text(page, encoding="utf-8")
+        return page
+
+    def cuda_source(self) -> str:
+        """The kernels as the CUDA target would write them; "" where it cannot express them. Needs no GPU."""
+        try:
+            from recom_jax.cuda.codegen import Unsupported, generate
+        except ImportError:
+            return ""
+        texts = []
+        for p in self.programs:
+            try:
+                texts.append(generate(p).source)
+            except Unsupported as why:
+                texts.append(f"// not expressible: {why}\n")
+        return "\n".join(texts)
 
     def to_text(self, limit: int | None = _SHOWN) -> str:
         """The table. Equal neighbours share a line; `limit` bounds the lines (None: all columns, one a line)."""
@@ -171,8 +205,7 @@ def report_of(compiled: Compiled, function: str) -> Report:
                         for n in compiled.detected.pool.notes.get(id(x), ())
                     ]
                     rewrites[k] += compiled.simplified.applied.get(id(take), ())
-    with ir.numbered():
-        ids = _ids(compiled, names)
+    lookups = lookups_of(compiled, names)
     total = collections.Counter(id(r.table) for r in compiled.reads)
     seen: collections.Counter[int] = collections.Counter()
     columns = []
@@ -195,7 +228,10 @@ def report_of(compiled: Compiled, function: str) -> Report:
                 int(shape[-2]),
                 str(r.table.aval.dtype),
                 tuple(dict.fromkeys(rewrites[k])),
-                ids.get(k, ""),
+                lookups.ids.get(k, ""),
+                lookups.facts.get(k, ""),
+                lookups.classes.get(k, ()),
+                math.prod(shape) * r.table.aval.dtype.itemsize,
             )
         )
     programs = "\n\n".join(
@@ -206,39 +242,18 @@ def report_of(compiled: Compiled, function: str) -> Report:
         for _, s, _ in compiled.calls
     )
     others = tuple((compat.source_line(e), why) for e, why in compiled.detected.others)
-    return Report(function, tuple(columns), len(compiled.calls), programs, classes, others)
-
-
-def _ids(compiled: Compiled, names: dict[int, str]) -> dict[int, str]:
-    """The row number of each read, with arguments by name."""
-    jaxpr = compat.open_jaxpr(compiled.traced.jaxpr)
-    by_mark = {ir.name_of(v): names[id(v)] for v in (*jaxpr.invars, *jaxpr.constvars)}
-    texts: dict[int, str] = {}
-    out: dict[int, str] = {}
-    for o in compiled.simplified.outputs:
-        for e in [o.val.expr] if o.val.expr is not None else [p.expr for p in o.val.parts]:
-            for take in ir.walk(e):
-                if isinstance(take, ir.Take):
-                    idx = take.idx
-                    if id(idx) not in texts:
-                        texts[id(idx)] = re.sub(
-                            r"%\d+",
-                            lambda m: by_mark.get(m[0], "XLA's " + m[0]),
-                            str(idx) if _printable(idx, {}) < 500 else "(a long expression)",
-                        )
-                    out.update(
-                        dict.fromkeys(
-                            compiled.detected.pool.origins.get(id(take), ()), texts[id(idx)]
-                        )
-                    )
-    return out
-
-
-def _printable(e: ir.Expr, memo: dict[int, int]) -> int:
-    """How many nodes the printed form of an expression has: shared ones are printed each time."""
-    if id(e) not in memo:
-        memo[id(e)] = 1 + sum(_printable(c, memo) for c in e.children)
-    return memo[id(e)]
+    counted = collections.Counter(name for c in columns for name in c.rewrites)
+    return Report(
+        function,
+        tuple(columns),
+        len(compiled.calls),
+        programs,
+        classes,
+        others,
+        stages_of(compiled, names, counted),
+        results_of(compiled),
+        tuple(s.program for _, s, _ in compiled.calls),
+    )
 
 
 def _combiners(

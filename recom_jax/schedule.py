@@ -28,11 +28,13 @@ class Scheduled:
     Attributes:
       operands: jaxpr variables in the order of the program's virtual operands.
       outputs: the fused results, in the order of the program's results.
+      lookups: for each column of the program, the ids of the `ir.Take`s in it.
     """
 
     program: Program
     operands: tuple[Any, ...]
     outputs: tuple[Output, ...]
+    lookups: tuple[frozenset[int], ...] = ()
 
     def __str__(self) -> str:
         return str(self.program)
@@ -89,6 +91,7 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
 
     classes: dict[ClassDef, int] = {}
     columns: list[tuple[int, list[tuple[str, Any]]]] = []
+    lookups = []
     for group in _groups([p for _, p in pieces]):
         emitter = Emitter(detected.pool, resolve, operand, outputs)
         try:
@@ -96,7 +99,10 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
         except EncodeError as why:
             raise PartError(outputs[group[0].result].var, str(why)) from why
         columns.append((classes.setdefault(cls, len(classes)), values))
-    return _finish(detected, outputs, order, list(classes), columns)
+        found = (x for p in group for x in ir.walk(p.expr))
+        lookups.append(frozenset(id(x) for x in found if isinstance(x, ir.Take)))
+    made = _finish(detected, outputs, order, list(classes), columns)
+    return dataclasses.replace(made, lookups=tuple(lookups))
 
 
 def _piece(detected: Detected, p: Part, result: int) -> Piece:

@@ -67,7 +67,11 @@ def test_fields() -> None:
         "float32",
         mean.rewrites,
         mean.ids,
+        "row 0..49, always in the table",
+        mean.classes,
+        50 * 8 * 4,
     )
+    assert len(mean.classes) == 1 and mean.classes != best.classes
     assert "facts-under-mask" in mean.rewrites
     assert "rem(" in mean.ids
     assert (best.name, best.combiner, best.source) == (

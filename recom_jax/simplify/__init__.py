@@ -13,6 +13,7 @@ from typing import Any
 
 from recom_jax import ir
 from recom_jax.detect import Output, Part, Val
+from recom_jax.shape_solver.fact import Fact
 from recom_jax.simplify.facts import Facts
 from recom_jax.simplify.rules import RULES, Rewrite
 
@@ -44,10 +45,12 @@ class Simplified:
 
     Attributes:
       applied: rewrite names by id of a detected `Take`: all that fired in the expressions it is part of.
+      rows: what is known of a simplified `Take`'s row number where it counts, by the id of the `Take`.
     """
 
     outputs: tuple[Output, ...]
     applied: dict[int, tuple[str, ...]]
+    rows: dict[int, Fact] = dataclasses.field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         lines = []
@@ -68,7 +71,7 @@ def simplify(
     """
     s = _Simplifier(pool, Facts(constants, "facts-under-mask" not in disabled), disabled)
     done = tuple(dataclasses.replace(o, val=s.value(o.val)) for o in outputs)
-    return Simplified(done, {k: tuple(dict.fromkeys(v)) for k, v in s.applied.items()})
+    return Simplified(done, {k: tuple(dict.fromkeys(v)) for k, v in s.applied.items()}, s.rows)
 
 
 class _Simplifier:
@@ -82,6 +85,7 @@ class _Simplifier:
         self.keep: list[ir.Expr] = []  # ids in memo stay valid while their objects live
         self.fired: dict[tuple[int, int], list[str]] = {}
         self.applied: dict[int, list[str]] = {}
+        self.rows: dict[int, Fact] = {}
         self.by_op: dict[str, list[tuple[str, Rewrite]]] = {}
         for name, rule in RULES.items():
             for op in rule.ops if name not in disabled else ():
@@ -120,6 +124,9 @@ class _Simplifier:
             new = self.inside(step, facts, fired)
         self.memo[key] = self.memo[id(new), id(facts)] = new
         self.keep += [e, new]
+        if isinstance(new, ir.Take):
+            known, before = facts.of(new.idx), self.rows.get(id(new))
+            self.rows[id(new)] = known if before is None else before.join(known)
         self.fired[key] = self.fired[id(new), id(facts)] = list(dict.fromkeys(fired))
         return new
 
