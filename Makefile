@@ -13,6 +13,7 @@ SHELL := bash
 
 comma := ,
 CXX_FILES := $(wildcard csrc/*.cc csrc/*.h csrc/*.inc)
+CXX_TESTS := $(wildcard tests/cuda_emulation/*.cc tests/cuda_emulation/*.h)
 SOURCES := setup.py recom_jax/version.py $(CXX_FILES)
 PIP := -m pip --quiet --disable-pip-version-check
 NO_PYTHON := echo "error: no usable Python 3.11 or newer. On Debian or Ubuntu: apt-get install \
@@ -70,14 +71,14 @@ lint: $(LINT_ENV)/.built
 	@failed=; \
 	echo "== ruff";         $(LINT_ENV)/bin/ruff check . || failed+=" ruff"; \
 	echo "== mypy";         $(LINT_ENV)/bin/mypy || failed+=" mypy"; \
-	echo "== clang-format"; $(LINT_ENV)/bin/clang-format --dry-run --Werror $(CXX_FILES) \
+	echo "== clang-format"; $(LINT_ENV)/bin/clang-format --dry-run --Werror $(CXX_FILES) $(CXX_TESTS) \
 	  || failed+=" clang-format"; \
 	if [ -n "$$failed" ]; then echo "lint failed:$$failed" >&2; exit 1; fi
 
 format: $(LINT_ENV)/.built
 	$(LINT_ENV)/bin/ruff check --fix-only --quiet .
 	$(LINT_ENV)/bin/ruff format .
-	$(LINT_ENV)/bin/clang-format -i $(CXX_FILES)
+	$(LINT_ENV)/bin/clang-format -i $(CXX_FILES) $(CXX_TESTS)
 
 clean:
 	rm -rf .venv .venv-cuda .venvs build dist *.egg-info recom_jax/*.so
