@@ -86,7 +86,14 @@ class Timed:
 
 
 def time_kernel(
-    kernel: Kernel, *, calls: int = 20, repeats: int = 11, flush: int = 0, sms: int | None = None
+    kernel: Kernel,
+    *,
+    calls: int = 20,
+    repeats: int = 11,
+    flush: int = 0,
+    sms: int | None = None,
+    slice_positions: float = 0,
+    schedule: codegen.Schedule | None = None,
 ) -> Timed:
     """Times the kernel. `flush`: bytes of device memory overwritten before each repeat (0: caches stay warm)."""
     c = ffi.extension().constants()["dtype"]
@@ -99,13 +106,15 @@ def time_kernel(
         [(c[str(x.dtype)], list(x.shape)) for x in kernel.results],
         sms or _recom.cuda_info()["devices"][0]["sms"],
         kernel.pointers,
+        slice_positions,
     )
     addresses = [x.unsafe_buffer_pointer() for x in (*kernel.operands, *kernel.results)]
     launches = [
         (one["tiles"], one["words"], [addresses[b] for b in one["buffers"]])
         for one in plan["launches"]
     ]
-    ptx = nvrtc.ptx(kernel.generated.source, kernel.pointers)
+    made = codegen.generate(kernel.program, schedule) if schedule else kernel.generated
+    ptx = nvrtc.ptx(made.source, kernel.pointers)
     ms = _recom.cuda_time(ptx.text, kernel.pointers, launches, 0, calls, repeats, flush)
     tile = 32
     return Timed(tuple(ms), len(launches), sum(len(t) // tile for t, _, _ in launches))

@@ -37,11 +37,11 @@ py::bytes bytes_of(const std::vector<T>& v) {
 
 py::dict cuda_plan(std::string_view program, std::string_view launch,
                    const py::array_t<int64_t, py::array::c_style>& layout, const Types& operands,
-                   const Types& results, int sms, int pointers) {
+                   const Types& results, int sms, int pointers, double slice_positions) {
   const auto decoded = decode_program(program);
   const CudaPlan plan =
       make_cuda_plan(*decoded, {launch, layout.data(), static_cast<int64_t>(layout.size()),
-                                buffers(operands), buffers(results), sms, pointers});
+                                buffers(operands), buffers(results), sms, pointers, slice_positions});
   py::list launches;
   for (const CudaLaunch& l : plan.launches) {
     py::dict d;
@@ -116,6 +116,7 @@ std::vector<double> cuda_time(
 void bind_cuda(py::module_& m) {
   m.def("cuda_plan", &cuda_plan, py::arg("program"), py::arg("launch"), py::arg("layout"),
         py::arg("operands"), py::arg("results"), py::arg("sms"), py::arg("pointers"),
+        py::arg("slice_positions") = 0.0,
         "The launches of a call, for tests: tiles and words as recom_abi.h lays them out.");
   m.def("cuda_time", &cuda_time, py::arg("image"), py::arg("pointers"), py::arg("launches"),
         py::arg("device"), py::arg("calls"), py::arg("repeats"), py::arg("flush_bytes"),

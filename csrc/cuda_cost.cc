@@ -30,7 +30,7 @@ double full(int sms) { return static_cast<double>(sms) * kBlocksPerSm * recom_cu
 
 }  // namespace
 
-Geometry geometry(const UnitShape& u, double threads, int sms) {
+Geometry geometry(const UnitShape& u, double threads, int sms, double slice_positions) {
   Geometry g;
   g.lanes = recom_cuda::lanes_for(u.form, u.width, u.vec);
   g.slices = 1;
@@ -42,7 +42,7 @@ Geometry geometry(const UnitShape& u, double threads, int sms) {
     g.slices = std::min({floor_power_of_two(full(sms) / std::max(threads, 1.0)), n, most});
   } else if (u.form == recom_cuda::kJagged) {
     // Lengths differ by bag: slices also even out what the threads of a warp have to do.
-    g.slices = std::min(floor_power_of_two(u.positions / kJaggedPositions), most);
+    g.slices = std::min(floor_power_of_two(u.positions / (slice_positions > 0 ? slice_positions : kJaggedPositions)), most);
   }
   const double chunks =
       std::ceil(static_cast<double>(u.width) / (static_cast<double>(g.lanes) * u.vec));
@@ -58,7 +58,7 @@ int columns_per_tile(const UnitShape& u, const Geometry& g, int64_t result_bytes
                      double threads, int sms) {
   // Bags of different lengths keep a warp waiting, and a sector (32 bytes) is the least that memory
   // writes: nothing to gain from neighbours.
-  if (u.form == recom_cuda::kJagged) return 1;
+  if (u.form == recom_cuda::kJagged || u.alone) return 1;
   const int64_t each = int64_t{g.lanes} * g.slices;
   int64_t columns = (kRunBytes + result_bytes - 1) / std::max<int64_t>(result_bytes, 1);
   // Few bags leave threads idle. A warp is filled in any case, a block only where other blocks fill

@@ -27,6 +27,7 @@ struct UnitShape {
   double positions;  // of a bag: exact for regions, the average for jagged ones, 0 for plain code
   double steps;      // dependent steps of searches, per bag or per position
   int row_bytes;     // of one feature of the widest row read, 0 if none is
+  bool alone;        // its code has a block work on one column at a time
 };
 
 struct Geometry {
@@ -35,7 +36,8 @@ struct Geometry {
 };
 
 // `threads`: what the whole launch has with one slice a bag; `sms`: of the device.
-Geometry geometry(const UnitShape& unit, double threads, int sms);
+// `slice_positions`: what a slice of a jagged bag should have at least, 0: the model's choice.
+Geometry geometry(const UnitShape& unit, double threads, int sms, double slice_positions);
 
 // Columns of a run of `run` that share a tile, given one row's bytes in the result.
 int columns_per_tile(const UnitShape& unit, const Geometry& g, int64_t result_bytes, int64_t run,

@@ -17,6 +17,7 @@ using recom_cuda::Tile;
 
 [[noreturn]] void fail(const std::string& what) { throw ProgramError("recom call: " + what); }
 
+constexpr double kMaxPositions = 1 << 30;
 constexpr int64_t kMaxTiles = 1 << 20;  // of a launch: larger tiles beyond it
 
 // A unit resolved for the call's shapes.
@@ -59,10 +60,14 @@ class Planner {
     const CudaClass& k = launch_.classes[u.cls];
     const ColumnClass& c = *col.cls;
     const int64_t width = k.width_slot < 0 ? 1 : col.v[k.width_slot];
-    Unit out{&col, &k, u.cls, u.column, {k.form, k.vec, width, col.bags, 0, 0, 0}, 0, false};
+    Unit out{&col, &k, u.cls, u.column, {k.form, k.vec, width, col.bags, 0, 0, 0, false}, 0, false};
     const Op& store = c.ops[k.stores.front()];
     out.result_bytes = width * element_size(call_.results[col.v[store.buffer]].dtype);
     for (int i : k.ops) measure(c, c.ops[i], col, &out.shape);
+    // The kernel counts positions in 32 bits, a few rounds beyond the end included.
+    if (out.shape.positions * (k.form == recom_cuda::kJagged ? col.bags : 1) > kMaxPositions) {
+      fail("a bag, or a jagged array, of more than 2^30 positions");
+    }
     out.aligned = k.vec > 1 && width % k.vec == 0;
     for (int i : k.ops) out.aligned = out.aligned && aligned(c, c.ops[i], col, k.vec);
     return out;
@@ -84,6 +89,7 @@ class Planner {
       case opcode::k_TAKE:
       case opcode::k_POOL:
         check_ids(c, o, v);
+        s->alone |= (o.flags & flag::k_ONE_HOT) != 0;  // the block scans the table
         [[fallthrough]];
       case opcode::k_LOAD:
         if (o.op != opcode::k_LOAD || c.regs[o.dst].width_slot >= 0) {
@@ -105,6 +111,8 @@ class Planner {
         if (v[o.n] > v[lookup.words]) fail("a lookup reaches beyond its table");
         return;
       }
+      // A row of one of several stacked tables: INDEX checked it inside its own.
+      if (o.op == opcode::k_SELECT) return;
       if (o.op != opcode::k_PREDICATE && o.op != opcode::k_EXPAND) break;
       r = o.a;
     }
@@ -246,7 +254,7 @@ class Planner {
       size_t end = i + 1;
       while (end < units.size() && follows(units[end - 1], units[end])) ++end;
       const UnitShape s = shape_of(units[i]);
-      const Geometry g = geometry(s, threads, call_.sms);
+      const Geometry g = geometry(s, threads, call_.sms, call_.slice_positions);
       const int n = columns_per_tile(s, g, units[i].result_bytes, end - i, threads, call_.sms);
       for (; i < end; i += n) {
         const int columns = static_cast<int>(std::min<size_t>(n, end - i));

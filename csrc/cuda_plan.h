@@ -36,6 +36,7 @@ struct CudaCall {
   std::vector<Buffer> operands, results;
   int sms;       // multiprocessors of the device
   int pointers;  // buffers that one launch may name
+  double slice_positions = 0;  // see geometry()
 };
 
 // Throws ProgramError.

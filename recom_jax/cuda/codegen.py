@@ -11,11 +11,13 @@ import dataclasses
 import numpy as np
 
 from recom_jax.cuda.body import Body, Unsupported
-from recom_jax.cuda.units import Units, units_of
+from recom_jax.cuda.text import Schedule
+from recom_jax.cuda.units import JAGGED, Units, units_of
 from recom_jax.program import Program
 
 LAUNCH_MAGIC = 0x48434E554C4D4352
 LAUNCH_VERSION = 1
+DEFAULT = Schedule()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,14 +33,18 @@ class Generated:
     launch: bytes
 
 
-def generate(program: Program) -> Generated:
+def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
     """Writes the kernel of a program.
 
     Raises:
       Unsupported: the program holds what this target cannot express; the caller leaves it to XLA.
     """
     units = units_of(program)
-    functions = [Body(cls, k).text() for k, cls in enumerate(units.classes)]
+    functions = [
+        Body(cls, k, schedule, slow).text()
+        for k, cls in enumerate(units.classes)
+        for slow in ((True, False) if cls.form == JAGGED else (False,))
+    ]
     lines = [
         '#include "recom_tile.cuh"',
         "",
@@ -47,7 +53,7 @@ def generate(program: Program) -> Generated:
         *(line for f in functions for line in (*f, "")),
         "}  // namespace recom_cuda",
         "",
-        *_kernel(units),
+        *_kernel(units, schedule),
         "",
     ]
     words = [LAUNCH_MAGIC, LAUNCH_VERSION, len(units.classes), len(units.units)]
@@ -58,9 +64,10 @@ def generate(program: Program) -> Generated:
     return Generated("\n".join(lines), np.array(words, np.int64).tobytes())
 
 
-def _kernel(units: Units) -> list[str]:
+def _kernel(units: Units, schedule: Schedule) -> list[str]:
+    bounds = f", {schedule.blocks}" if schedule.blocks else ""
     lines = [
-        'extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads)',
+        f'extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads{bounds})',
         "recom_fused(const __grid_constant__ recom_cuda::Params p) {",
         "  const recom_cuda::Tile t = p.tiles[blockIdx.x];",
         "  switch (t.cls) {",
@@ -73,4 +80,4 @@ def _kernel(units: Units) -> list[str]:
     return [*lines, "  }", "}"]
 
 
-__all__ = ["Generated", "Unsupported", "generate"]
+__all__ = ["Generated", "Schedule", "Unsupported", "generate"]

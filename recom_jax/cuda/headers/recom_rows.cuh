@@ -115,6 +115,12 @@ RECOM_FN Row<T, N> take(const E* table, I index, i64 row_stride, i64 feature, T 
   return r;
 }
 
+// A lane's share of a row that exists, as T.
+template <class T, int N, class E, class I>
+RECOM_FN Row<T, N> fetch(const E* table, I index, i64 row_stride, i64 feature) {
+  return x_convert<T>(load_vector<E, N>(table + feature + static_cast<i64>(index) * row_stride));
+}
+
 // Stores a number or a row; a 16-bit result rounds to nearest even.
 template <class E, class T>
 RECOM_FN void store(E* at, const T& value) {
@@ -174,6 +180,28 @@ RECOM_FN T shuffle_xor(T x, int mask) {
     return static_cast<T>(__shfl_xor_sync(0xffffffffu, static_cast<i32>(x), mask));
   }
 }
+// How many positions a round has, and which of a lane's numbers is that of position u of a flight.
+RECOM_FN constexpr int round_of(int share, int flight) { return share > flight ? share : flight; }
+RECOM_FN constexpr int own_of(int share, int u) { return u / share; }
+// The value that lane `position % kShare` of the kShare neighbours has. All of those call it.
+template <int kShare, class T>
+RECOM_FN T share(T x, int position) {
+  if constexpr (kShare == 1) {
+    return x;
+  } else {
+    const u32 group = (kShare == 32 ? 0xffffffffu : ((1u << (kShare & 31)) - 1u))
+                      << (threadIdx.x & 31u & ~static_cast<u32>(kShare - 1));
+    const int from = position % kShare;
+    if constexpr (sizeof(T) == 8) {
+      return bitcast_one<T>(__shfl_sync(group, bitcast_one<u64>(x), from, kShare));
+    } else if constexpr (sizeof(T) == 4) {
+      return bitcast_one<T>(__shfl_sync(group, bitcast_one<u32>(x), from, kShare));
+    } else {
+      return static_cast<T>(__shfl_sync(group, static_cast<i32>(x), from, kShare));
+    }
+  }
+}
+
 // Combines what the slices of a bag found; every lane gets the result. All threads of a warp call it.
 template <int kKind, class T>
 RECOM_FN void join_slices(T& acc, int lanes, int slices) {

@@ -106,10 +106,10 @@ RECOM_FN i32 search_uniform(T x, T start, T step, i64 n) {
 
 // The first q in [0, n) with f(q) >= x, n if there is none; f ascends.
 template <class F>
-RECOM_FN i64 lower_bound(const F& f, i64 n, i64 x) {
-  i64 low = 0, high = n;
+RECOM_FN i32 lower_bound(const F& f, i32 n, i64 x) {
+  i32 low = 0, high = n;
   while (low < high) {
-    const i64 mid = low + (high - low) / 2;
+    const i32 mid = low + (high - low) / 2;
     if (f(mid) < x) {
       low = mid + 1;
     } else {

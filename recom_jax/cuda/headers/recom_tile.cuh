@@ -47,15 +47,16 @@ RECOM_FN bool block_ascends(const F& f, i64 n) {
   return __syncthreads_and(ok) != 0;
 }
 
-// The positions of a bag: [splits[bag], splits[bag + 1]), the last one's up to `total`; n splits, ascending.
+// The positions of a bag: [splits[bag], splits[bag + 1]), the last one's up to the end; n splits, ascending.
 template <class T>
-RECOM_FN void split_range(const T* splits, i64 n, i64 total, i64 bag, i64& begin, i64& end) {
+RECOM_FN void split_range(const T* splits, i64 n, i64 bag, i32& begin, i32& end) {
+  const i64 total = end;
   begin = end = 0;
   if (bag >= n) return;
   const i64 first = static_cast<i64>(load_one(splits + bag));
   const i64 last = bag + 1 < n ? static_cast<i64>(load_one(splits + bag + 1)) : total;
-  begin = first < 0 ? 0 : first;
-  end = last < total ? last : total;
+  begin = static_cast<i32>(first < 0 ? 0 : first < total ? first : total);
+  end = static_cast<i32>(last < 0 ? 0 : last < total ? last : total);
 }
 
 }  // namespace recom_cuda
