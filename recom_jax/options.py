@@ -7,7 +7,7 @@
 ``RECOM_CACHE_BYTES``  how large that folder may grow (default: 268435456, 256 MiB)
 ``CUDA_HOME``, ``CUDA_PATH``  folder of a CUDA toolkit whose NVRTC is used if no installed package has one
 
-Two more have no option: the tests read ``RECOM_HYPOTHESIS``, the interpreter ``RECOM_CPU_ISA`` (docs/options.md).
+Others have no option: the interpreter reads ``RECOM_CPU_ISA``, the tests two more (docs/options.md).
 """
 
 from __future__ import annotations
@@ -97,6 +97,27 @@ class Options:
     def disabled(self) -> frozenset[str]:
         names = os.environ.get("RECOM_DISABLE", "")
         return frozenset(self.disable) | {n.strip() for n in names.split(",") if n.strip()}
+
+
+VARIABLES = (
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "RECOM_CACHE_BYTES",
+    "RECOM_CACHE_DIR",
+    "RECOM_CPU_ISA",
+    "RECOM_DISABLE",
+    "RECOM_DUMP_DIR",
+    "RECOM_HYPOTHESIS",
+    "RECOM_SAMPLES",
+    "RECOM_VERIFY",
+    "XDG_CACHE_HOME",
+)
+"""Every environment variable that the package, its interpreter or its tests read; docs/options.md describes them."""
+
+
+def environment() -> dict[str, str]:
+    """The variables of `VARIABLES` that are set, and those that look like ours and are not."""
+    return {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES or k.startswith("RECOM_")}
 
 
 def cuda_homes() -> list[pathlib.Path]:

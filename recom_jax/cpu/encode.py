@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recom_jax import _recom
+from recom_jax import ffi
 from recom_jax.program import ClassDef, Instr, Program
 
 
@@ -33,7 +33,7 @@ class Encoded:
 @functools.lru_cache(maxsize=1)
 def constants() -> dict[str, Any]:
     """Every number of the format, from the extension itself."""
-    return dict(_recom.constants())
+    return dict(ffi.extension().constants())
 
 
 def encode(program: Program) -> Encoded:
