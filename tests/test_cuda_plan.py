@@ -16,7 +16,8 @@ import recom_jax
 from recom_jax import _recom, pipeline, trace
 from recom_jax.cpu import encode
 from recom_jax.cpu.encode import constants
-from recom_jax.program import DIM, OPERAND, RESULT, Instr, Program
+from recom_jax.cuda import codegen
+from recom_jax.program import DIM, OPERAND, RESULT, Program
 from tests.helpers import ids, table
 
 PLAIN, REGION, JAGGED = 0, 1, 2
@@ -35,8 +36,8 @@ class Call:
     program: Program
     operands: list[tuple[int, list[int]]]
     results: list[tuple[int, list[int]]]
-    classes: list[tuple[int, int, int, int]]
-    units: list[tuple[int, int]]
+    classes: list[tuple[int, ...]]
+    units: list[tuple[int, ...]]
     layout: list[int]
 
     def plan(self, sms: int = 132, pointers: int = 4064, **changed: Any) -> list[dict[str, Any]]:
@@ -72,8 +73,8 @@ class Call:
         return [MAGIC, 1, len(self.classes), len(self.units), *flat]
 
 
-def call_of(fn: Callable[..., Any], *args: Any, vec: int = 4) -> Call:
-    """Compiles `fn`, which must become one call, and makes its launch words."""
+def call_of(fn: Callable[..., Any], *args: Any) -> Call:
+    """Compiles `fn`, which must become one call, and generates its kernel."""
     traced = trace.trace(fn, args, [f"a{k}" for k in range(len(args))])
     compiled = pipeline.compile_jaxpr(traced, recom_jax.Options(verify=True))
     ((_, scheduled, _),) = compiled.calls
@@ -85,40 +86,12 @@ def call_of(fn: Callable[..., Any], *args: Any, vec: int = 4) -> Call:
     operands = [typed(v.aval) for v in scheduled.operands]
     results = [typed(o.var.aval) for o in scheduled.outputs]
     program = scheduled.program
-    classes: list[tuple[int, int, int, int]] = []
-    first: dict[int, list[int]] = {}
-    for k, cls in enumerate(program.classes):
-        stored = [i.args[0] for i in cls.code if i.op == "STORE"]
-        for width in dict.fromkeys(cls.regs[r].width for r in stored):
-            form = form_of(cls.code, [r for r in stored if cls.regs[r].width == width])
-            first.setdefault(k, []).append(len(classes))
-            classes.append((k, form, width, vec if width >= 0 else 1))
-    units = [(n, k) for n, col in enumerate(program.columns) for k in first[col.cls]]
+    words = np.frombuffer(codegen.generate(program).launch, np.int64).tolist()
+    n = 4 + 4 * words[2]
+    classes = [tuple(words[k : k + 4]) for k in range(4, n, 4)]
+    units = [tuple(words[k : k + 2]) for k in range(n, len(words), 2)]
     layout = [x for k in range(len(operands)) for x in (k, -1, 0)]
     return Call(program, operands, results, classes, units, layout)
-
-
-def form_of(code: Sequence[Instr], stored: Sequence[int]) -> int:
-    """The form of the code that `stored` need. Registers have one writer in these programs."""
-    made = {r: i for i in code if i.op != "STORE" for r in written(i)}
-    work, seen, form = list(stored), set[int](), PLAIN
-    while work:
-        r = work.pop()
-        if r in seen or r not in made:
-            continue
-        seen.add(r)
-        i = made[r]
-        form = max(form, {"REGION": REGION, "JREGION": JAGGED}.get(i.op, PLAIN))
-        work += [x for part in (i, *i.body) for x in part.args if isinstance(x, int)]
-    return form
-
-
-def written(i: Instr) -> list[int]:
-    if i.body:
-        return [
-            b.args[2] if b.op == "POOL" else b.args[1] for b in i.body if b.op in ("POOL", "ACC")
-        ]
-    return [x for x in i.args if isinstance(x, int)][:1]
 
 
 def check_tiles(call: Call, launches: Sequence[dict[str, Any]], key: str = "tiles") -> None:
