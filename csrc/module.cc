@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda_bindings.h"
+#include "cuda_module.h"
 #include "ffi_handler.h"
 #include "interp.h"
 #include "kernels.h"
@@ -175,6 +176,12 @@ py::dict program_stats() {
   d["calls"] = s.calls.load();
   d["chunks_run"] = s.chunks_run.load();
   d["tables_scanned"] = s.tables_scanned.load();
+  const CudaStats& c = cuda_stats();
+  d["cuda_modules_loaded"] = c.modules_loaded.load();
+  d["cuda_plans_uploaded"] = c.plans_uploaded.load();
+  d["cuda_device_bytes"] = c.device_bytes.load();
+  d["cuda_kernel_launches"] = c.kernel_launches.load();
+  d["cuda_late_preparations"] = c.late_preparations.load();
   d["isa"] = kernels().name;
   return d;
 }
@@ -186,6 +193,15 @@ py::dict handlers() {
   return d;
 }
 
+py::dict cuda_handlers() {
+  py::dict stages, d;
+  stages["initialize"] = py::capsule(cuda_initialize_handler());
+  stages["execute"] = py::capsule(cuda_execute_handler());
+  d["recom_fused_v1"] = stages;
+  d["recom_empty_v1"] = py::capsule(empty_v1_handler());
+  return d;
+}
+
 }  // namespace
 }  // namespace recom
 
@@ -193,6 +209,8 @@ PYBIND11_MODULE(_recom, m) {
   m.doc() = "recom_jax's native half: the CPU interpreter, FFI handlers and packing";
   m.def("constants", &recom::constants, "Every number of the program format, by name.");
   m.def("handlers", &recom::handlers, "FFI target name -> capsule, for register_ffi_target.");
+  m.def("cuda_handlers", &recom::cuda_handlers,
+        "The same for platform CUDA: name -> capsule, or stage -> capsule.");
   m.def("run_program", &recom::run, py::arg("program"), py::arg("binding"), py::arg("operands"),
         py::arg("results"), py::arg("threads") = 1, "Runs a program on numpy arrays, without XLA.");
   m.def("program_stats", &recom::program_stats, "Counters since the process started.");

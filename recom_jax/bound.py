@@ -283,6 +283,10 @@ def _bind_packed(
     if len(eqn.invars) == call.n_physical:
         n_used = len(physical)
     binding = tuple(x for at, entry, _ in where[: call.n_physical] for x in (at, entry))
+    places: list[int] = []  # on CUDA: physical operand, byte offset or -1, rank, dims
+    for at, entry, layout in where[: call.n_physical]:
+        shape = () if entry < 0 else layout.shape(entry)
+        places += [at, -1 if entry < 0 else layout.offset(entry), len(shape), *shape]
     original = call.fallback
 
     def fallback(*operands: Any) -> list[Any]:
@@ -294,6 +298,14 @@ def _bind_packed(
         )
 
     new = FusedCall(
-        call.encoded, binding, n_used, call.out_avals, fallback, call.options, packed=True
+        call.encoded,
+        binding,
+        n_used,
+        call.out_avals,
+        fallback,
+        call.options,
+        tuple(places),
+        call.program,
+        packed=True,
     )
     return list(fused_p.bind(*physical, call=new))

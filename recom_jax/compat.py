@@ -156,6 +156,7 @@ def register_primitive(
     jvp: Callable[..., Any],
     batch: Callable[..., Any],
     lower_cpu: Callable[..., Any],
+    lower_cuda: Callable[..., Any],
     lower_default: Callable[..., Any],
 ) -> None:
     """Wires a multi-result primitive into evaluation, differentiation, batching and lowering."""
@@ -166,6 +167,7 @@ def register_primitive(
     batching.fancy_primitive_batchers[prim] = batch
     mlir.register_lowering(prim, lower_default)
     mlir.register_lowering(prim, lower_cpu, platform="cpu")
+    mlir.register_lowering(prim, lower_cuda, platform="cuda")
 
 
 def module_devices(ctx: Any) -> int:
@@ -174,6 +176,12 @@ def module_devices(ctx: Any) -> int:
     if hasattr(axis_context, "num_devices"):  # ShardingContext: jit; SPMDAxisContext: shard_map
         return int(axis_context.num_devices)
     return 1
+
+
+def is_export(ctx: Any) -> bool:
+    """Whether the module being lowered is meant for other machines too, as far as that can be told."""
+    parameters = ctx.module_context.lowering_parameters
+    return len(ctx.module_context.platforms) > 1 or bool(getattr(parameters, "for_export", False))
 
 
 def lower_fun(fun: Callable[..., Any]) -> Callable[..., Any]:

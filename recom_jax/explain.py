@@ -16,6 +16,7 @@ from rich.table import Table
 
 from recom_jax import compat, ir
 from recom_jax.explain_stages import Result, Stage, lookups_of, results_of, stages_of
+from recom_jax.lowering import unfused_on_cuda
 from recom_jax.pipeline import Compiled
 from recom_jax.program import Program
 
@@ -69,6 +70,7 @@ class Report:
       others: gathers that are no embedding columns: (file:line, why).
       stages: what each stage of the compiler made of this model.
       results: where columns land in what the fused calls return.
+      digests: of the calls' programs.
     """
 
     function: str
@@ -80,6 +82,13 @@ class Report:
     stages: tuple[Stage, ...] = ()
     results: tuple[Result, ...] = ()
     programs: tuple[Program, ...] = dataclasses.field(default=(), repr=False)
+    digests: tuple[str, ...] = ()
+
+    @property
+    def unfused_on_cuda(self) -> tuple[tuple[int, str], ...]:
+        """(call, why) of calls that were lowered for CUDA so far, and run as plain JAX there."""
+        found = ((k, unfused_on_cuda(digest)) for k, digest in enumerate(self.digests))
+        return tuple((k, why) for k, why in found if why)
 
     @property
     def num_columns(self) -> int:
@@ -164,6 +173,7 @@ class Report:
             lines.append(
                 f"No embedding column, left to XLA: the gather at {line}, as {why}{times}."
             )
+        lines += [f"On CUDA, call {k} runs as plain JAX: {why}" for k, why in self.unfused_on_cuda]
         if not self.columns:
             lines.append(
                 "No table is read along its rows: nothing to fuse, the function runs as plain JAX."
@@ -253,6 +263,7 @@ def report_of(compiled: Compiled, function: str) -> Report:
         stages_of(compiled, names, counted),
         results_of(compiled),
         tuple(s.program for _, s, _ in compiled.calls),
+        tuple(encoded.digest for _, _, encoded in compiled.calls),
     )
 
 

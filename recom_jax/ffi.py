@@ -29,6 +29,9 @@ def register() -> None:
             return
         for name, capsule in extension().handlers().items():
             jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+        # Kept by JAX until its CUDA plugin asks for them, if ever.
+        for name, stages in extension().cuda_handlers().items():
+            jax.ffi.register_ffi_target(name, stages, platform="CUDA")
         compat.promise_stable(FUSED)  # its name carries its version
         _registered = True
 

@@ -18,6 +18,8 @@ import numpy as np
 
 from recom_jax import compat, ffi
 from recom_jax.cpu import Encoded
+from recom_jax.errors import RecomError
+from recom_jax.program import Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +33,8 @@ class FusedCall:
       fallback: the replaced equations as a function of all operands, returning a list.
       options: how it was made, for the calls that batching makes of it.
       packed: whether it reads packs (a bound call).
+      layout: what `binding` is on CUDA, where a pack's header is not read (docs/cuda_target.md).
+      program: what `encoded` encodes.
       closed: `fallback` as a jaxpr, so that an optimized function inside another is compiled as one.
     """
 
@@ -40,6 +44,8 @@ class FusedCall:
     out_avals: tuple[Any, ...]
     fallback: Callable[..., list[Any]]
     options: Any
+    layout: tuple[int, ...]
+    program: Program
     packed: bool = False
     closed: Any = None
 
@@ -68,20 +74,73 @@ def _lower_fallback(ctx: Any, *operands: Any, call: FusedCall) -> Any:
     return compat.lower_fun(call.fallback)(ctx, *operands)
 
 
-def _lower_cpu(ctx: Any, *operands: Any, call: FusedCall) -> Any:
-    if compat.module_devices(ctx) > 1:
-        warn_once(
-            "recom_jax: a module over several devices outside shard_map runs its embedding columns unfused; "
-            "wrap the model in jax.shard_map over the batch to fuse them"
-        )
-        return _lower_fallback(ctx, *operands, call=call)
+def _is_partitioned(ctx: Any) -> bool:
+    if compat.module_devices(ctx) <= 1:
+        return False
+    warn_once(
+        "recom_jax: a module over several devices outside shard_map runs its embedding columns unfused; "
+        "wrap the model in jax.shard_map over the batch to fuse them"
+    )
+    return True
+
+
+def _lower_call(ctx: Any, operands: Sequence[Any], call: FusedCall, **attributes: Any) -> Any:
     rule = jax.ffi.ffi_lowering(ffi.FUSED)
     return rule(
         ctx.replace(avals_in=ctx.avals_in[: call.n_physical]),
         *operands[: call.n_physical],
         program=call.encoded.words,
         hash=call.encoded.digest,
-        binding=np.array(call.binding, np.int64),
+        **attributes,
+    )
+
+
+def _lower_cpu(ctx: Any, *operands: Any, call: FusedCall) -> Any:
+    if _is_partitioned(ctx):
+        return _lower_fallback(ctx, *operands, call=call)
+    return _lower_call(ctx, operands, call, binding=np.array(call.binding, np.int64))
+
+
+_UNFUSED_ON_CUDA: dict[str, str] = {}
+
+
+def unfused_on_cuda(digest: str) -> str:
+    """Why the last lowering of a program for CUDA fell back to plain JAX; "" if it did not, or there was none."""
+    return _UNFUSED_ON_CUDA.get(digest, "")
+
+
+def _lower_cuda(ctx: Any, *operands: Any, call: FusedCall) -> Any:
+    if _is_partitioned(ctx):
+        return _lower_fallback(ctx, *operands, call=call)
+    from recom_jax.cuda import kernel  # costs nothing where there is no GPU
+
+    try:
+        made = kernel.kernel_for(
+            call.program,
+            call.encoded.digest,
+            call.n_physical + len(call.out_avals),
+            call.options,
+            portable=compat.is_export(ctx),
+        )
+    except Exception as why:  # any defect costs the fusion, never the user's call
+        if not isinstance(why, RecomError) and call.options.verifies:
+            raise
+        reason = str(why) if isinstance(why, RecomError) else f"{type(why).__name__}: {why}"
+        _UNFUSED_ON_CUDA[call.encoded.digest] = reason
+        warn_once(
+            f"recom_jax: no fused kernel for CUDA, embedding columns run as plain JAX: {reason}"
+        )
+        return _lower_fallback(ctx, *operands, call=call)
+    _UNFUSED_ON_CUDA.pop(call.encoded.digest, None)
+    return _lower_call(
+        ctx,
+        operands,
+        call,
+        launch=made.launch,
+        ptx=made.image,
+        digest=made.digest,
+        layout=np.array(call.layout, np.int64),
+        pointers=np.int64(made.pointers),
     )
 
 
@@ -140,5 +199,6 @@ compat.register_primitive(
     jvp=_jvp,
     batch=_batch,
     lower_cpu=_lower_cpu,
+    lower_cuda=_lower_cuda,
     lower_default=_lower_default,
 )

@@ -71,7 +71,18 @@ def _call_eqn(
     n = len(scheduled.operands)
     binding = tuple(x for k in range(n) for x in (k, -1))
     avals = tuple(v.aval for v in outs)
-    call = FusedCall(encoded, binding, n, avals, original, options, closed=closed)
+    layout = tuple(x for k in range(n) for x in (k, -1, 0))
+    call = FusedCall(
+        encoded,
+        binding,
+        n,
+        avals,
+        original,
+        options,
+        layout,
+        scheduled.program,
+        closed=closed,
+    )
     return compat.new_jaxpr_eqn(
         operands,
         outs,

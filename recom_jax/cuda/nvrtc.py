@@ -115,6 +115,11 @@ def sass(
     return image, log, figures(log)
 
 
+def key(source: str, pointers: int, arch: str = "") -> str:
+    """Names an image in a cache: all that it depends on."""
+    return repr((version(), FLAGS, arch or ARCH, pointers, headers(), source))
+
+
 def _define(pointers: int) -> str:
     return f"-DRECOM_POINTERS={pointers}"
 
