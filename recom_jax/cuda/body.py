@@ -65,7 +65,9 @@ class Body(Regions):
                 const = "const " if kind == OPERAND else ""
                 head.append(f"  {const}{e}* const b{s} = {access}<{e}>(p, me.word({1 + s}));")
             else:
-                head.append(f"  const i64 s{s} = me.word({1 + s});")
+                small = s in u.small
+                value = f"static_cast<i32>(me.word({1 + s}))" if small else f"me.word({1 + s})"
+                head.append(f"  const {'i32' if small else 'i64'} s{s} = {value};")
         return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), "}"]
 
     def before(self) -> list[str]:

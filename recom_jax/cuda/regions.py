@@ -51,6 +51,17 @@ class Regions(Text):
             f"constexpr int kFlight = {flight}, kRound = round_of(kShare, kFlight), kOwn = kRound / kShare;"
         )
         self.put("const i32 first = begin + me.slice * kRound;")
+        missing = [b for b in pools if self.may_miss(b.args[3])]
+        for b in missing:
+            init = self.imm(self.cls.regs[b.args[2]].dtype, b.args[9])
+            self.put(f"bool missed{b.args[2]} = false;")
+            self.put(
+                f"{self.lost(b)[0]} lost{b.args[2]} = start_of<{KINDS[b.args[1]]}>({init}, 1);"
+            )
+        for b in pools:
+            table, base, _ = self.table(b)
+            at = table if base == "0" else f"{table} + {base}"
+            self.put(f"const auto* const mine{b.args[2]} = {at} + f;")
         self.put("if (first < end) {")
         self.depth += 1
         self.put("Position now[kOwn], next[kOwn];" if ahead else "Position now[kOwn];")
@@ -69,6 +80,14 @@ class Regions(Text):
                 "kOwn",
                 f"combine_if<{KINDS[b.args[0]]}>(now[i].in, r{b.args[1]}, now[i].r{b.args[2]});",
             )
+        for b in missing:
+            dst, kind = b.args[2], KINDS[b.args[1]]
+            self.put("#pragma unroll")
+            self.put("for (int i = 0; i < kOwn; ++i) {")
+            self.put(f"  const bool miss = now[i].r{b.args[3]} == kMissing;")
+            self.put(f"  missed{dst} |= miss;")
+            self.put(f"  combine_if<{kind}>(miss, lost{dst}, {self.lost(b)[1]});")
+            self.put("}")
         if parts[1] or parts[2]:
             self.flights(i, parts, pools, numbers, rows, whole)
         if ahead:
@@ -77,6 +96,12 @@ class Regions(Text):
             self.depth -= 1
             self.put("}")
         self.finish(i, reductions, counts)
+        for b in missing:
+            dst, kind = b.args[2], KINDS[b.args[1]]
+            self.put(
+                f"join_missing<{kind}>(r{dst}, lost{dst}, missed{dst}, kShare, kLanes, t.slices);"
+            )
+        self.one_hots(i, pools)
         self.depth -= 1
         self.put("}")
         self.position, self.jagged = "", False
@@ -129,12 +154,11 @@ class Regions(Text):
         for b in parts[1]:
             self.write(b)
         for b in pools:
-            table, base, stride = self.table(b)
+            stride = self.table(b)[2]
             k = self.reg(b.args[3])
-            at = table if base == "0" else f"{table} + {base}"
             dtype = TYPES[self.cls.regs[b.args[2]].dtype]
             self.put(
-                f"if ({k} >= 0) x{b.args[2]}[u] = fetch<{dtype}, kVec>({at}, {k}, {stride}, f);"
+                f"if ({k} >= 0) x{b.args[2]}[u] = fetch<{dtype}, kVec>(mine{b.args[2]}, {k}, {stride});"
             )
         self.depth -= 1
         self.put("}")
@@ -166,12 +190,16 @@ class Regions(Text):
             return f"x_mul({row}{weight})" if weight else row
 
         self.put(f"if ({k} >= 0) r{dst} = combine<{kind}>(r{dst}, {times(f'x{dst}[u]')});")
-        if self.may_miss(b.args[3]):
-            dtype = self.cls.regs[dst].dtype
-            fill = f"immediate<{TYPES[dtype]}>(0)" if b.args[0] else self.imm(dtype, b.args[8])
-            self.put(
-                f"if ({k} == kMissing) r{dst} = combine<{kind}>(r{dst}, {times(f'spread<kVec>({fill})')});"
-            )
+
+    def lost(self, b: Instr) -> tuple[str, str]:
+        """(type, value) of what a pool adds for a row that does not exist, in each feature."""
+        dtype = TYPES[self.cls.regs[b.args[2]].dtype]
+        fill = (
+            f"immediate<{dtype}>(0)"
+            if b.args[0]
+            else self.imm(self.cls.regs[b.args[2]].dtype, b.args[8])
+        )
+        return dtype, f"x_mul({fill}, now[i].r{b.args[4]})" if b.args[4] >= 0 else fill
 
     def may_miss(self, idx: int) -> bool:
         """Whether a row number may stand for a row that does not exist."""
@@ -251,8 +279,11 @@ class Regions(Text):
             if first:
                 self.put(f"join_slices<{KINDS[kind]}>(r{dst}, {first});")
             self.put(f"join_slices<{KINDS[kind]}>(r{dst}, kLanes, t.slices);")
-        for b in reductions:
-            if b.op != "POOL" or not b.args[0]:
+
+    def one_hots(self, region: Instr, pools: Sequence[Instr]) -> None:
+        """What one-hot products make of rows that no position of the bag selected."""
+        for b in pools:
+            if not b.args[0]:
                 continue
             dst = b.args[2]
             if not self.floating(dst):

@@ -90,7 +90,7 @@ class Text:
         for i in walk(self.u.code):
             if i.op == "INDEX" and i.args[1] not in shifted:
                 rows = self.u.constants.get(i.args[3])
-                if rows is not None and rows < 2**31:
+                if i.args[3] in self.u.small or (rows is not None and rows < 2**31):
                     found.add(i.args[1])
         for i in walk(self.u.code):
             if i.op in ("PREDICATE", "EXPAND") and i.args[1] in found:
@@ -118,7 +118,9 @@ class Text:
             value = self.u.constants.get(s)
             if value == 0:
                 continue
-            terms.append(axis if value == 1 else f"{axis} * {self.slot(s)}")
+            # Positions are counted in 32 bits; what they are multiplied with may not fit.
+            wide = f"i64{{{axis}}}" if axis.startswith("q") else axis
+            terms.append(axis if value == 1 else f"{wide} * {self.slot(s)}")
         return " + ".join(terms) or "0"
 
     @property

@@ -30,6 +30,7 @@ class UnitClass:
       vec: elements of a lane's vector where everything is aligned.
       dtypes: of the array in each buffer slot.
       constants: values of the slots that are equal for all units, to be written into the text.
+      small: slots whose value is fixed in each unit, differs between units, and fits 32 bits.
       code: the instructions needed.
     """
 
@@ -41,6 +42,7 @@ class UnitClass:
     vec: int
     dtypes: Mapping[int, str]
     constants: Mapping[int, int]
+    small: frozenset[int]
     code: tuple[Instr, ...]
 
 
@@ -148,11 +150,13 @@ def units_of(program: Program) -> Units:
     classes = []
     for (number, slot, width, dtypes, code), of in zip(made, members, strict=True):
         cls = program.classes[number]
-        constants = _shared(program, cls, [program.columns[n].values for n in of])
+        constants, small = _fixed(program, cls, [program.columns[n].values for n in of])
         ops = {i.op for i in code}
         form = JAGGED if "JREGION" in ops else REGION if "REGION" in ops else PLAIN
         vec = _vector(cls, code, slot, width, dtypes)
-        classes.append(UnitClass(cls, number, slot, width, form, vec, dtypes, constants, code))
+        classes.append(
+            UnitClass(cls, number, slot, width, form, vec, dtypes, constants, small, code)
+        )
     return Units(tuple(classes), tuple(units))
 
 
@@ -164,15 +168,21 @@ def _constant(program: Program, cls: ClassDef, values: Sequence[int], slot: int)
     return op.a if cls.slots[slot] == DIM and op.kind == "const" else None
 
 
-def _shared(program: Program, cls: ClassDef, columns: Sequence[Sequence[int]]) -> dict[int, int]:
-    found: dict[int, int] = {}
+def _fixed(
+    program: Program, cls: ClassDef, columns: Sequence[Sequence[int]]
+) -> tuple[dict[int, int], frozenset[int]]:
+    """Slots that are one constant, and slots that are small constants, in all of the columns."""
+    equal: dict[int, int] = {}
+    small: set[int] = set()
     for slot, kind in enumerate(cls.slots):
         if kind not in (IMM, DIM):
             continue
         values = {_constant(program, cls, c, slot) for c in columns}
         if len(values) == 1 and (v := values.pop()) is not None:
-            found[slot] = v
-    return found
+            equal[slot] = v
+        elif all(v is not None and -(2**31) <= v < 2**31 for v in values):
+            small.add(slot)
+    return equal, frozenset(small)
 
 
 def _vector(

@@ -71,6 +71,7 @@ RECOM_FN Row<E, N> load_vector(const E* at) {
   }
   return r;
 }
+// Plain assignments of vectors may be split into their elements; these are one instruction each.
 template <class E, int N>
 RECOM_FN void store_vector(E* at, const Row<E, N>& r) {
   constexpr int bytes = static_cast<int>(sizeof(E)) * N;
@@ -80,11 +81,11 @@ RECOM_FN void store_vector(E* at, const Row<E, N>& r) {
     uint4 w[bytes / 16];
     memcpy(w, &r, bytes);
 #pragma unroll
-    for (int i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(at)[i] = w[i];
+    for (int i = 0; i < bytes / 16; ++i) __stwb(reinterpret_cast<uint4*>(at) + i, w[i]);
   } else if constexpr (bytes == 8) {
     uint2 w;
     memcpy(&w, &r, bytes);
-    *reinterpret_cast<uint2*>(at) = w;
+    __stwb(reinterpret_cast<uint2*>(at), w);
   } else if constexpr (bytes == 4) {
     u32 w;
     memcpy(&w, &r, bytes);
@@ -115,10 +116,13 @@ RECOM_FN Row<T, N> take(const E* table, I index, i64 row_stride, i64 feature, T 
   return r;
 }
 
-// A lane's share of a row that exists, as T.
-template <class T, int N, class E, class I>
-RECOM_FN Row<T, N> fetch(const E* table, I index, i64 row_stride, i64 feature) {
-  return x_convert<T>(load_vector<E, N>(table + feature + static_cast<i64>(index) * row_stride));
+// A lane's share of a row that exists, as T; `mine` is its share of row 0. In bytes, and multiplied at once: one
+// instruction makes the address.
+template <class T, int N, class E, class I, class S>
+RECOM_FN Row<T, N> fetch(const E* mine, I index, S row_stride) {
+  const S bytes = row_stride * static_cast<S>(sizeof(E));
+  const auto* at = reinterpret_cast<const u8*>(mine) + static_cast<i64>(index) * bytes;
+  return x_convert<T>(load_vector<E, N>(reinterpret_cast<const E*>(at)));
 }
 
 // Stores a number or a row; a 16-bit result rounds to nearest even.
@@ -219,6 +223,18 @@ RECOM_FN void join_slices(Row<T, N>& acc, int lanes, int slices) {
   }
 }
 
+// Missing rows are rare, and all of them look alike: they are summed up as numbers, by the lanes that found them,
+// and join the bag's rows at the end. All threads of a warp call it.
+template <int kKind, class T, class R>
+RECOM_FN void join_missing(R& acc, T lost, bool missed, int share, int lanes, int slices) {
+  if (!__any_sync(0xffffffffu, missed)) return;
+  join_slices<kKind>(lost, 1, share);
+  join_slices<kKind>(lost, lanes, slices);
+  join_slices<kMax>(missed, 1, share);
+  join_slices<kMax>(missed, lanes, slices);
+  if (missed) acc = combine<kKind>(acc, lost);
+}
+
 // Is the element not finite? (Never, for integers.)
 template <class E>
 RECOM_FN bool non_finite(E x) {
@@ -234,6 +250,7 @@ RECOM_FN bool non_finite(E x) {
 template <class E>
 RECOM_FN bool block_non_finite(const E* table, i64 rows, i64 row_stride, i64 width) {
   bool bad = false;
+#pragma unroll 1
   for (i64 k = threadIdx.x; k < rows * width; k += kThreads) {
     bad |= non_finite(load_one(table + k / width * row_stride + k % width));
   }
@@ -256,6 +273,7 @@ RECOM_FN void one_hot_finish(Row<T, N>& acc, const E* table, i64 rows, i64 row_s
 #pragma unroll
     for (int i = 0; i < N; ++i) acc.v[i] = acc.v[i] + T(0);
     if (!dirty) return;
+#pragma unroll 1
     for (i64 r = 0; r < rows; ++r) {
       const Row<E, N> row = load_vector<E, N>(table + r * row_stride + feature);
       bool any = false;

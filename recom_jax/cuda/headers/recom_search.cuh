@@ -29,6 +29,7 @@ template <int kSide, class T>
 RECOM_FN i32 search_scan(T x, const T* boundary, i64 n) {
   if (n == 0) return 0;
   u32 low = 0, high = static_cast<u32>(n);
+#pragma unroll 1
   for (int level = 64 - __clzll(n); level > 0; --level) {
     const u32 mid = low + ((high - low) >> 1);
     const T b = __ldg(boundary + (mid < n ? mid : static_cast<u32>(n - 1)));
@@ -41,6 +42,7 @@ RECOM_FN i32 search_scan(T x, const T* boundary, i64 n) {
 template <int kSide, class T>
 RECOM_FN i32 search_compare_all(T x, const T* boundary, i64 n) {
   i32 c = 0;
+#pragma unroll 4
   for (i64 k = 0; k < n; ++k) c += counts<kSide>(__ldg(boundary + k), x);
   return c;
 }
@@ -49,6 +51,7 @@ template <int kSide, class T>
 RECOM_FN i32 search_sorted(T x, const T* boundary, i64 n) {
   if (n == 0) return 0;
   i32 base = 0;
+#pragma unroll 1
   for (i32 len = static_cast<i32>(n); len > 1;) {
     const i32 half = len >> 1;
     base += counts<kSide>(__ldg(boundary + base + half - 1), x) ? half : 0;

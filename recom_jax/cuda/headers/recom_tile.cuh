@@ -43,6 +43,7 @@ RECOM_FN T* target(const Params& p, i64 place) {
 template <class F>
 RECOM_FN bool block_ascends(const F& f, i64 n) {
   bool ok = true;
+#pragma unroll 1  // more on their way would take registers that the rest of the kernel has no use for
   for (i64 k = threadIdx.x; k + 1 < n; k += kThreads) ok &= f(k) <= f(k + 1);
   return __syncthreads_and(ok) != 0;
 }
