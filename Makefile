@@ -3,13 +3,16 @@
 # make lint                                 ruff, mypy and clang-format alone
 # make format                               rewrites the sources as ruff and clang-format want them
 # make bench [ARGS=...] [CUDA=1]            the benchmarks
+# make sanitize                             csrc under the address and thread sanitizers
+# make wheel                                source distribution and wheel, proved without a compiler
+# make bazel                                the native part under Bazel; installs Debian's bazel-bootstrap if it may
 # make clean                                removes the environments and everything built
 #
 # Environments live in .venv and .venvs/, and are made again when pyproject.toml changes.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench sanitize wheel bazel clean
 
 comma := ,
 CXX_FILES := $(wildcard csrc/*.cc csrc/*.h csrc/*.inc)
@@ -79,6 +82,21 @@ format: $(LINT_ENV)/.built
 	$(LINT_ENV)/bin/ruff check --fix-only --quiet .
 	$(LINT_ENV)/bin/ruff format .
 	$(LINT_ENV)/bin/clang-format -i $(CXX_FILES) $(CXX_TESTS)
+
+# Goes through both before it fails.
+sanitize: $(LINT_ENV)/.built
+	$(LINT_ENV)/bin/python $(PIP) install "pybind11>=2.13"
+	@failed=; \
+	for kind in address thread; do tools/sanitize $(LINT_ENV)/bin/python $$kind || failed+=" $$kind"; done; \
+	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
+
+wheel:
+	@if [ -z "$(PYTHON_TOUR)" ]; then $(NO_PYTHON); fi
+	tools/check_wheel "$(PYTHON_TOUR)"
+
+bazel: $(LINT_ENV)/.built
+	$(LINT_ENV)/bin/python $(PIP) install "pybind11>=2.13"
+	tools/bazel_build $(LINT_ENV)/bin/python
 
 clean:
 	rm -rf .venv .venv-cuda .venvs build dist *.egg-info recom_jax/*.so

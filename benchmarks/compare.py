@@ -2,7 +2,8 @@
 
 A row is worse when its new median is above the old p90, its old median below the new p10, and the median
 has grown by more than 5 % (25 % where there are fewer than five measurements). Two folders are compared
-case by case. The exit status is 1 if something got worse, 2 if nothing can be compared.
+case by case. Rows that only the old file has are named too. The exit status is 1 if something got worse, 2 if nothing
+can be compared.
 """
 
 import argparse
@@ -62,6 +63,12 @@ def broken(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [t.name for t in record.targets_of(new) if t.name in met and not t.passed]
 
 
+def gone(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Row]:
+    """Rows that were measured and now are not: nothing can be said of them."""
+    keys = {r.key for r in record.rows_of(new)}
+    return [r for r in record.rows_of(old) if r.key not in keys]
+
+
 def pairs(old: pathlib.Path, new: pathlib.Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The results to compare: two files, or the newest of each case in two folders."""
     if old.is_file() and new.is_file():
@@ -96,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for change in changes(old, new):
             print(("WORSE   " if change.worse else "better  ") + str(change))
             worse += change.worse
+        for row in gone(old, new):
+            print(f"GONE    {row.group}: {row.contestant}, {row.inputs}: is not in the new file")
         for name in broken(old, new):
             print(f"MISSED  {name}: was met before")
             worse += 1

@@ -124,7 +124,9 @@ def _extension() -> Iterator[Finding]:
         "interpreter",
         f"{pathlib.Path(ext.__file__).name}, instruction set {ext.program_stats()['isa']}",
     )
-    yield Finding("targets", ", ".join(sorted(ext.handlers())) or "none")
+    cuda: dict[str, Any] = getattr(ext, "cuda_handlers", dict)()
+    yield Finding("targets for CPU", ", ".join(sorted(ext.handlers())))
+    yield Finding("targets for CUDA", ", ".join(sorted(cuda)) or "none in this build")
 
 
 def _devices() -> Iterator[Finding]:

@@ -131,6 +131,40 @@ def test_compare_is_silent_within_noise(tmp_path: pathlib.Path) -> None:
     assert compare.main([str(old), str(new)]) == 0
 
 
+def test_compare_names_rows_that_are_gone(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = result_file(tmp_path / "old.json"), tmp_path / "new.json"
+    data = record.read(old)
+    record.write(new, data | {"rows": data["rows"][1:]})
+    assert compare.main([str(old), str(new)]) == 0
+    out = capsys.readouterr().out
+    assert "GONE    table: ours, numpy arrays: is not in the new file" in out
+    assert "2 rows compared, 0 worse" in out
+
+
+def test_compare_of_folders_takes_the_newest_of_each_case(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result_file(tmp_path / "old" / "a.json")
+    result_file(tmp_path / "new" / "a.json", date="2026-02-01T00:00:00")
+    result_file(tmp_path / "new" / "b.json", 2.0, date="2026-03-01T00:00:00")
+    result_file(tmp_path / "new" / "c.json", 2.0, case="another")
+    assert compare.main([str(tmp_path / "old"), str(tmp_path / "new")]) == 1
+    assert (
+        "3 rows compared, 2 worse" in capsys.readouterr().out
+    )  # the row, and the target it misses
+
+
+def test_compare_says_where_machines_differ(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = result_file(tmp_path / "old.json")
+    new = result_file(tmp_path / "new.json", machine=machine.machine() | {"cores": 999})
+    assert compare.main([str(old), str(new)]) == 0
+    assert "the files differ in machine: cores" in capsys.readouterr().out
+
+
 def test_compare_refuses_what_is_no_result(tmp_path: pathlib.Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("{}")

@@ -1,0 +1,32 @@
+"""The cases by name. `run` of each module takes a `Context` and returns a `Result`."""
+
+import dataclasses
+from collections.abc import Callable
+
+from benchmarks.cases import ablation, columns_e, first_result, micro, models, others, scaling
+from benchmarks.context import Context
+from benchmarks.record import Result
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`minutes` is about what it takes on a quiet machine with two cores."""
+
+    name: str
+    title: str
+    minutes: float
+    run: Callable[[Context], Result]
+
+
+ALL = (
+    Case("columns_e", "Model E, columns only: the promises", 4, columns_e.run),
+    Case("first_result", "First result and memory, in fresh processes", 8, first_result.run),
+    Case("model_e", "Model E with its MLPs", 9, models.run_e),
+    Case("model_f", "Model F with its MLPs", 11, models.run_f),
+    Case("micro", "Microbenchmark: bucketize columns", 6, micro.run),
+    Case("scaling", "Scaling in the number of columns", 4, scaling.run),
+    Case("ablation", "Model E with a rewrite left out", 3, ablation.run),
+    Case("recflex", "RecFlex A, jagged bags (cut down)", 3, others.run_recflex),
+    Case("criteo", "Criteo: DLRM", 2, others.run_criteo),
+)
+CASES = {case.name: case for case in ALL}

@@ -1,0 +1,78 @@
+#include "cuda_cost.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "recom_abi.h"
+
+namespace recom {
+namespace {
+
+// Costs count trips to memory of one warp. Reading a column's words, then an id, then its row are
+// three that depend on each other; the rows of a bag's positions don't, so that a thread keeps some
+// in flight.
+constexpr double kFixed = 2;
+constexpr double kPosition = 0.25;  // an id, and what is computed of it
+constexpr double kVector = 0.25;    // 16 bytes of a row
+constexpr double kStep = 0.25;      // of a search: its first steps hit the cache
+// Positions that a slice of a jagged bag should have: fewer, and combining the slices costs more
+// than it saves.
+constexpr double kJaggedPositions = 4;
+
+int floor_power_of_two(double x) {
+  int p = 1;
+  while (p < 32 && 2 * p <= x) p *= 2;
+  return p;
+}
+
+// Threads that keep the device busy.
+double full(int sms) { return static_cast<double>(sms) * kBlocksPerSm * recom_cuda::kThreads; }
+
+}  // namespace
+
+Geometry geometry(const UnitShape& u, double threads, int sms, double slice_positions) {
+  Geometry g;
+  g.lanes = recom_cuda::lanes_for(u.form, u.width, u.vec);
+  g.slices = 1;
+  // Slices shuffle between the lanes of one warp.
+  const int most = std::max(32 / g.lanes, 1);
+  if (u.form == recom_cuda::kRegion && u.positions > 1) {
+    // Short of threads, bags are cut until the device is full; a full one gains nothing from it.
+    const int n = recom_cuda::power_of_two(static_cast<int>(std::min(u.positions, 32.0)));
+    g.slices = std::min({floor_power_of_two(full(sms) / std::max(threads, 1.0)), n, most});
+  } else if (u.form == recom_cuda::kJagged) {
+    // Lengths differ by bag: slices also even out what the threads of a warp have to do.
+    g.slices = std::min(floor_power_of_two(u.positions / (slice_positions > 0 ? slice_positions : kJaggedPositions)), most);
+  }
+  const double chunks =
+      std::ceil(static_cast<double>(u.width) / (static_cast<double>(g.lanes) * u.vec));
+  const double vectors = chunks * std::max(u.vec * u.row_bytes / 16.0, 0.25);
+  const double per_item = kPosition + vectors * kVector + u.steps * kStep;
+  const double items =
+      u.form == recom_cuda::kPlain ? 1 : std::ceil(std::max(u.positions, 1.0) / g.slices);
+  g.pass_cost = kFixed + items * per_item;
+  return g;
+}
+
+int columns_per_tile(const UnitShape& u, const Geometry& g, int64_t result_bytes, int64_t run,
+                     double threads, int sms) {
+  // Bags of different lengths keep a warp waiting, and a sector (32 bytes) is the least that memory
+  // writes: nothing to gain from neighbours.
+  if (u.form == recom_cuda::kJagged || u.alone) return 1;
+  const int64_t each = int64_t{g.lanes} * g.slices;
+  int64_t columns = (kRunBytes + result_bytes - 1) / std::max<int64_t>(result_bytes, 1);
+  // Few bags leave threads idle. A warp is filled in any case, a block only where other blocks fill
+  // the device.
+  const int64_t fill = threads >= full(sms) ? recom_cuda::kThreads : 32;
+  columns = std::max(columns, fill / std::max<int64_t>(each * u.bags, 1));
+  return static_cast<int>(
+      std::max<int64_t>(std::min({columns, run, recom_cuda::kThreads / each}), 1));
+}
+
+int64_t passes_per_tile(double pass_cost, double total, int sms) {
+  const double target = total / (static_cast<double>(sms) * kTilesPerSm);
+  const double passes = std::clamp(target / pass_cost, 1.0, double{kMaxPasses});
+  return static_cast<int64_t>(passes);
+}
+
+}  // namespace recom

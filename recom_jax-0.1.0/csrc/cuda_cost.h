@@ -1,0 +1,51 @@
+// The analytic cost model of the CUDA target: how a unit's work is laid over threads, and what a
+// pass of a block costs. Every constant that a measurement may change is here and in cuda_cost.cc.
+
+#ifndef RECOM_JAX_CSRC_CUDA_COST_H_
+#define RECOM_JAX_CSRC_CUDA_COST_H_
+
+#include <cstdint>
+
+namespace recom {
+
+// Blocks of 256 threads that an SM holds at most (2,048 threads).
+inline constexpr int kBlocksPerSm = 8;
+// Tiles aimed at: twice what is resident, so that the last ones to finish are short against the
+// whole.
+inline constexpr int kTilesPerSm = 2 * kBlocksPerSm;
+// A block amortises reading its words over passes; more than a few make the tail long.
+inline constexpr int kMaxPasses = 8;
+// A store's run of adjacent columns: a whole cache line.
+inline constexpr int64_t kRunBytes = 128;
+
+// What the model knows of a unit.
+struct UnitShape {
+  int form;       // recom_cuda::Form
+  int vec;        // elements of a lane's vector
+  int64_t width;  // features; 1 for scalars
+  int64_t bags;
+  double positions;  // of a bag: exact for regions, the average for jagged ones, 0 for plain code
+  double steps;      // dependent steps of searches, per bag or per position
+  int row_bytes;     // of one feature of the widest row read, 0 if none is
+  bool alone;        // its code has a block work on one column at a time
+};
+
+struct Geometry {
+  int lanes, slices;
+  double pass_cost;  // of a block that runs all its threads once
+};
+
+// `threads`: what the whole launch has with one slice a bag; `sms`: of the device.
+// `slice_positions`: what a slice of a jagged bag should have at least, 0: the model's choice.
+Geometry geometry(const UnitShape& unit, double threads, int sms, double slice_positions);
+
+// Columns of a run of `run` that share a tile, given one row's bytes in the result.
+int columns_per_tile(const UnitShape& unit, const Geometry& g, int64_t result_bytes, int64_t run,
+                     double threads, int sms);
+
+// Passes of a tile so that a launch of `total` cost has about kTilesPerSm tiles an SM.
+int64_t passes_per_tile(double pass_cost, double total, int sms);
+
+}  // namespace recom
+
+#endif  // RECOM_JAX_CSRC_CUDA_COST_H_

@@ -1,0 +1,296 @@
+#include "cuda_module.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "cuda_plan.h"
+#include "recom_abi.h"
+
+namespace recom {
+
+using cuda::Driver;
+
+// One call's kernels on one device. Never freed, so that plain pointers to it may be kept.
+class PreparedCall {
+ public:
+  struct Launch {
+    cuda::Pointer tiles, unaligned, words;
+    unsigned n_tiles, n_unaligned;
+    std::vector<int> buffers;
+  };
+
+  bool matches(const CudaArguments& a) const {
+    return device == a.device && hash == a.hash && digest == a.digest && pointers == a.pointers &&
+           program_bytes == a.program.size() && ptx_bytes == a.ptx.size() && launch == a.launch &&
+           layout.size() == static_cast<size_t>(a.n_layout) &&
+           std::equal(layout.begin(), layout.end(), a.layout) && same_shapes(a);
+  }
+  bool same_shapes(const CudaArguments& a) const {
+    if (a.operands.size() != n_operands || a.operands.size() + a.results.size() != ranks.size()) {
+      return false;
+    }
+    size_t i = 0;
+    const int64_t* at = dims.data();
+    for (const auto* list : {&a.operands, &a.results}) {
+      for (const Buffer& b : *list) {
+        if (ranks[i].first != b.dtype || ranks[i].second != b.rank) return false;
+        ++i;
+        for (int d = 0; d < b.rank; ++d) {
+          if (*at++ != b.dims[d]) return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  int device;
+  std::string hash, digest, launch;
+  size_t program_bytes, ptx_bytes;  // what the two digests are of
+  int64_t pointers;
+  std::vector<int64_t> layout, dims;
+  std::vector<std::pair<int, int>> ranks;  // dtype and rank of operands and results
+  size_t n_operands;
+
+  cuda::Function function;
+  std::vector<Launch> launches;
+};
+
+namespace {
+
+constexpr const char* kKernel = "recom_fused";
+constexpr size_t kLogBytes = 8192;
+
+// Kernels by (digest, a second hash so that a wrong digest is not believed, device).
+cuda::Function load_function(const Driver& driver, const CudaArguments& a) {
+  using Key = std::tuple<std::string, size_t, int>;
+  static std::mutex mutex;
+  static auto* functions = new std::map<Key, cuda::Function>;
+  std::lock_guard<std::mutex> lock(mutex);
+  Key key(a.digest, std::hash<std::string_view>()(a.ptx), a.device);
+  const auto it = functions->find(key);
+  if (it != functions->end()) return it->second;
+
+  const std::string image(a.ptx);  // ends in a NUL, as PTX must
+  std::vector<char> log(kLogBytes, '\0');
+  int options[] = {cuda::kJitErrorLog, cuda::kJitErrorLogSize};
+  void* values[] = {log.data(), reinterpret_cast<void*>(log.size())};
+  cuda::Module module;
+  const cuda::Result code = driver.module_load(&module, image.c_str(), 2, options, values);
+  if (code != 0) {
+    log.back() = '\0';
+    driver.check(code, "load the fused kernel; the driver says: " + std::string(log.data()));
+  }
+  cuda::Function function;
+  driver.check(driver.module_function(&function, module, kKernel), "find the fused kernel");
+  ++cuda_stats().modules_loaded;
+  return (*functions)[std::move(key)] = function;
+}
+
+// Frees what it holds unless told otherwise.
+struct DeviceMemory {
+  const Driver& driver;
+  cuda::Pointer at = 0;
+
+  DeviceMemory(const Driver& d, size_t bytes) : driver(d) {
+    if (bytes == 0) return;
+    d.check(d.mem_alloc(&at, bytes),
+            "allocate " + std::to_string(bytes) +
+                " bytes for a plan (XLA takes most of the memory for itself: "
+                "XLA_PYTHON_CLIENT_MEM_FRACTION lowers its share)");
+  }
+  ~DeviceMemory() {
+    if (at) driver.mem_free(at);
+  }
+  cuda::Pointer keep() { return std::exchange(at, 0); }
+};
+
+// Copies on a stream of its own: the legacy stream would wait for, and could race with, XLA's.
+void upload(const Driver& driver, cuda::Pointer to, const std::vector<char>& from) {
+  static std::mutex mutex;
+  static auto* streams = new std::map<cuda::Context, cuda::Stream>;
+  std::lock_guard<std::mutex> lock(mutex);
+  cuda::Context context;
+  driver.check(driver.ctx_get_current(&context), "tell the current context");
+  cuda::Stream& stream = (*streams)[context];
+  if (!stream) {
+    driver.check(driver.stream_create(&stream, cuda::kStreamNonBlocking), "create a stream");
+  }
+  driver.check(driver.copy_to_device_async(to, from.data(), from.size(), stream), "copy a plan");
+  driver.check(driver.stream_synchronize(stream), "copy a plan");
+}
+
+template <typename T>
+size_t append(const std::vector<T>& v, std::vector<char>* bytes) {
+  const size_t at = bytes->size();
+  const size_t n = v.size() * sizeof(T);
+  bytes->resize(at + (n + 15) / 16 * 16);
+  if (n) std::memcpy(bytes->data() + at, v.data(), n);
+  return at;
+}
+
+std::unique_ptr<PreparedCall> make_prepared(const CudaArguments& a) {
+  const Driver& driver = Driver::get();
+  const auto program = cached_program(a.hash, a.program);
+  cuda::Device device;
+  driver.check(driver.device_get(&device, a.device), "find device " + std::to_string(a.device));
+  if (a.pointers < 1 || a.pointers > RECOM_POINTERS) {
+    throw ProgramError("recom call: a bad number of pointers");
+  }
+  const CudaPlan plan = make_cuda_plan(
+      *program, {a.launch, a.layout, a.n_layout, a.operands, a.results,
+                 driver.attribute(cuda::kMultiprocessors, device), static_cast<int>(a.pointers)});
+  auto out = std::make_unique<PreparedCall>();
+  out->device = a.device;
+  out->hash = a.hash;
+  out->digest = a.digest;
+  out->launch = a.launch;
+  out->program_bytes = a.program.size();
+  out->ptx_bytes = a.ptx.size();
+  out->pointers = a.pointers;
+  out->layout.assign(a.layout, a.layout + a.n_layout);
+  out->n_operands = a.operands.size();
+  for (const auto* list : {&a.operands, &a.results}) {
+    for (const Buffer& b : *list) {
+      out->ranks.push_back({b.dtype, b.rank});
+      out->dims.insert(out->dims.end(), b.dims, b.dims + b.rank);
+    }
+  }
+  const cuda::DeviceScope scope(driver, a.device);
+  out->function = load_function(driver, a);
+  std::vector<char> bytes;
+  for (const CudaLaunch& l : plan.launches) {
+    PreparedCall::Launch launch;
+    launch.tiles = append(l.tiles, &bytes);
+    launch.unaligned = l.unaligned.empty() ? launch.tiles : append(l.unaligned, &bytes);
+    launch.words = append(l.words, &bytes);
+    launch.n_tiles = static_cast<unsigned>(l.tiles.size());
+    launch.n_unaligned =
+        static_cast<unsigned>(l.unaligned.empty() ? l.tiles.size() : l.unaligned.size());
+    launch.buffers = l.buffers;
+    out->launches.push_back(std::move(launch));
+  }
+  DeviceMemory memory(driver, bytes.size());
+  if (!bytes.empty()) upload(driver, memory.at, bytes);
+  const cuda::Pointer base = memory.keep();
+  for (PreparedCall::Launch& l : out->launches) {
+    l.tiles += base;
+    l.unaligned += base;
+    l.words += base;
+  }
+  ++cuda_stats().plans_uploaded;
+  cuda_stats().device_bytes += static_cast<int64_t>(bytes.size());
+  return out;
+}
+
+struct Calls {
+  std::mutex mutex;
+  // By program: a few shapes and devices each.
+  std::unordered_map<std::string, std::vector<std::unique_ptr<PreparedCall>>> by_hash;
+};
+
+Calls& calls() {
+  static auto* c = new Calls;  // leaked, so that a call during process exit still finds it
+  return *c;
+}
+
+// The thread's last calls: a model has a few, and they come round in the same order.
+struct Recent {
+  std::array<const PreparedCall*, 8> calls{};
+  size_t next = 0;
+  void add(const PreparedCall* c) { calls[next++ % calls.size()] = c; }
+};
+thread_local Recent recent;
+
+const PreparedCall* find_locked(const CudaArguments& a, const std::string& hash) {
+  const auto it = calls().by_hash.find(hash);
+  if (it == calls().by_hash.end()) return nullptr;
+  for (const auto& c : it->second) {
+    if (c->matches(a)) return c.get();
+  }
+  return nullptr;
+}
+
+// A kernel's parameters, with room for as many buffers as it was compiled for. The driver copies
+// them at the launch.
+struct Parameters {
+  static constexpr size_t kHead = offsetof(recom_cuda::Params, buffer);
+  static_assert(kHead == 2 * sizeof(void*));
+
+  explicit Parameters(int64_t pointers) {
+    static thread_local std::vector<uint64_t> storage;
+    storage.resize(std::max<size_t>(storage.size(), kHead / 8 + pointers));
+    words = storage.data();
+  }
+  uint64_t* words;
+};
+
+}  // namespace
+
+const PreparedCall* find_prepared(const CudaArguments& a) {
+  for (const PreparedCall* c : recent.calls) {
+    if (c && c->matches(a)) return c;
+  }
+  std::lock_guard<std::mutex> lock(calls().mutex);
+  const PreparedCall* found = find_locked(a, std::string(a.hash));
+  if (found) recent.add(found);
+  return found;
+}
+
+const PreparedCall& prepare_call(const CudaArguments& a) {
+  if (const PreparedCall* found = find_prepared(a)) return *found;
+  // Made without the lock: compiling a large kernel takes the driver seconds. Of two threads that
+  // make the same one, the second gives its own up.
+  auto made = make_prepared(a);
+  std::lock_guard<std::mutex> lock(calls().mutex);
+  const std::string hash(a.hash);
+  const PreparedCall* found = find_locked(a, hash);
+  if (!found) {
+    auto& list = calls().by_hash[hash];
+    list.push_back(std::move(made));
+    found = list.back().get();
+  }
+  recent.add(found);
+  return *found;
+}
+
+void launch_call(const PreparedCall& call, const CudaArguments& a, cuda::Stream stream) {
+  const Driver& driver = Driver::get();
+  const cuda::DeviceScope scope(driver, call.device);
+  const Parameters parameters(call.pointers);
+  uint64_t* const buffers = parameters.words + Parameters::kHead / 8;
+  void* arguments[] = {parameters.words};
+  for (const PreparedCall::Launch& l : call.launches) {
+    uint64_t bits = 0;
+    for (size_t i = 0; i < l.buffers.size(); ++i) {
+      const size_t b = l.buffers[i];
+      const void* data =
+          b < call.n_operands ? a.operands[b].data : a.results[b - call.n_operands].data;
+      buffers[i] = reinterpret_cast<uint64_t>(data);
+      bits |= buffers[i];
+    }
+    const bool aligned = bits % kBaseAlignment == 0;
+    parameters.words[0] = aligned ? l.tiles : l.unaligned;
+    parameters.words[1] = l.words;
+    driver.check(driver.launch(call.function, aligned ? l.n_tiles : l.n_unaligned, 1, 1,
+                               recom_cuda::kThreads, 1, 1, 0, stream, arguments, nullptr),
+                 "launch the fused kernel");
+    ++cuda_stats().kernel_launches;
+  }
+}
+
+CudaStats& cuda_stats() {
+  static auto* s = new CudaStats;
+  return *s;
+}
+
+}  // namespace recom

@@ -1,0 +1,321 @@
+#include "cuda_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "cuda_cost.h"
+#include "cuda_launch.h"
+
+namespace recom {
+namespace {
+
+using recom_cuda::Tile;
+
+[[noreturn]] void fail(const std::string& what) { throw ProgramError("recom call: " + what); }
+
+constexpr double kMaxPositions = 1 << 30;
+constexpr int64_t kMaxTiles = 1 << 20;  // of a launch: larger tiles beyond it
+
+// A unit resolved for the call's shapes.
+struct Unit {
+  const Plan::Col* col;
+  const CudaClass* k;
+  int cls;
+  int column;
+  UnitShape shape;
+  int64_t result_bytes;  // of a bag's row, or scalar
+  bool aligned;
+};
+
+class Planner {
+ public:
+  Planner(const Program& program, const CudaCall& call) : p_(program), call_(call) {}
+
+  CudaPlan run() {
+    if (call_.sms < 1) fail("a device without multiprocessors");
+    if (call_.pointers < 1 || call_.pointers > RECOM_POINTERS) fail("a bad number of pointers");
+    launch_ = decode_launch(p_, call_.launch);
+    bind_layout(p_, call_.operands, call_.layout, call_.n_layout, &operands_, &places_);
+    check_results(p_, call_.results);
+    const Plan plan(p_, operands_, call_.results, 1);  // resolves sizes, checks every access
+    std::vector<Unit> units;
+    for (const CudaUnit& u : launch_.units) {
+      Unit unit = resolve(plan.cols[u.column], u);
+      // Nothing to compute: no bags, or rows without features.
+      if (unit.shape.bags > 0 && unit.shape.width > 0) units.push_back(unit);
+    }
+    CudaPlan out;
+    for (size_t at = 0; at < units.size();) at = add_launch(units, at, &out);
+    return out;
+  }
+
+ private:
+  // ---- units ----
+
+  Unit resolve(const Plan::Col& col, const CudaUnit& u) {
+    const CudaClass& k = launch_.classes[u.cls];
+    const ColumnClass& c = *col.cls;
+    const int64_t width = k.width_slot < 0 ? 1 : col.v[k.width_slot];
+    Unit out{&col, &k, u.cls, u.column, {k.form, k.vec, width, col.bags, 0, 0, 0, false}, 0, false};
+    const Op& store = c.ops[k.stores.front()];
+    out.result_bytes = width * element_size(call_.results[col.v[store.buffer]].dtype);
+    for (int i : k.ops) measure(c, c.ops[i], col, &out.shape);
+    // The kernel counts positions in 32 bits, a few rounds beyond the end included.
+    if (out.shape.positions * (k.form == recom_cuda::kJagged ? col.bags : 1) > kMaxPositions) {
+      fail("a bag, or a jagged array, of more than 2^30 positions");
+    }
+    out.aligned = k.vec > 1 && width % k.vec == 0;
+    for (int i : k.ops) out.aligned = out.aligned && aligned(c, c.ops[i], col, k.vec);
+    return out;
+  }
+
+  void measure(const ColumnClass& c, const Op& o, const Plan::Col& col, UnitShape* s) {
+    const int64_t* v = col.v;
+    switch (o.op) {
+      case opcode::k_REGION:
+        s->positions = std::max<double>(s->positions, v[o.words]);
+        break;
+      case opcode::k_JREGION:
+        s->positions = std::max<double>(
+            s->positions, static_cast<double>(v[o.n]) / std::max<int64_t>(col.bags, 1));
+        break;
+      case opcode::k_SEARCH:
+        s->steps += o.sub == search_mode::k_COMPARE_ALL ? v[o.n] / 4.0 : std::log2(v[o.n] + 1.0);
+        break;
+      case opcode::k_TAKE:
+      case opcode::k_POOL:
+        check_ids(c, o, v);
+        s->alone |= (o.flags & flag::k_ONE_HOT) != 0;  // the block scans the table
+        [[fallthrough]];
+      case opcode::k_LOAD:
+        if (o.op != opcode::k_LOAD || c.regs[o.dst].width_slot >= 0) {
+          s->row_bytes = std::max(s->row_bytes, element_size(operands_[v[o.buffer]].dtype));
+        }
+        break;
+    }
+  }
+
+  // The kernel doesn't check ids: INDEX has put them into [0, rows), which must be rows of the
+  // buffer.
+  void check_ids(const ColumnClass& c, const Op& lookup, const int64_t* v) {
+    const auto def = [&](int r) -> const Op& { return c.ops[c.regs[r].writer]; };
+    int r = lookup.a;
+    for (int steps = 0; steps < 4; ++steps) {
+      if (c.regs[r].writes != 1) break;
+      const Op& o = def(r);
+      if (o.op == opcode::k_INDEX) {
+        if (v[o.n] > v[lookup.words]) fail("a lookup reaches beyond its table");
+        return;
+      }
+      // A row of one of several stacked tables: INDEX checked it inside its own.
+      if (o.op == opcode::k_SELECT) return;
+      if (o.op != opcode::k_PREDICATE && o.op != opcode::k_EXPAND) break;
+      r = o.a;
+    }
+    fail("a lookup's ids do not come from INDEX");
+  }
+
+  // Whether the instruction's accesses of rows are whole vectors, given buffers that start at
+  // kBaseAlignment.
+  bool aligned(const ColumnClass& c, const Op& o, const Plan::Col& col, int vec) {
+    const int64_t* v = col.v;
+    const bool lookup = o.op == opcode::k_TAKE || o.op == opcode::k_POOL;
+    const bool store = o.op == opcode::k_STORE;
+    if (!lookup && !store && o.op != opcode::k_LOAD) return true;
+    if (!lookup && c.regs[store ? o.a : o.dst].width_slot < 0) return true;
+    const int64_t buffer = v[o.buffer];
+    const int64_t size = element_size((store ? call_.results : operands_)[buffer].dtype);
+    const int64_t access = std::min<int64_t>(kBaseAlignment, vec * size);
+    const auto whole = [&](int64_t n) { return n * size % access == 0; };
+    if (!store && places_[buffer].offset % access != 0) return false;
+    if (!whole(v[o.offset])) return false;
+    if (lookup) return whole(v[o.n]);
+    return v[o.feature] == 1 &&
+           std::all_of(o.strides.begin(), o.strides.end(), [&](int s) { return whole(v[s]); });
+  }
+
+  // ---- launches ----
+
+  // Takes units from `at` on while one launch can name their buffers. Returns where it stopped.
+  size_t add_launch(const std::vector<Unit>& units, size_t at, CudaPlan* out) {
+    CudaLaunch launch;
+    index_.clear();
+    size_t end = at;
+    for (; end < units.size(); ++end) {
+      if (!name_buffers(units[end], &launch.buffers)) break;
+    }
+    if (end == at) fail("a column names more buffers than a launch can");
+    std::vector<Unit> mine(units.begin() + at, units.begin() + end);
+    // Classes together, and what lies side by side in a result next to each other.
+    std::stable_sort(mine.begin(), mine.end(), [](const Unit& a, const Unit& b) {
+      const Op &s = a.col->cls->ops[a.k->stores.front()], &t = b.col->cls->ops[b.k->stores.front()];
+      return std::make_tuple(a.cls, a.col->v[s.buffer], a.col->v[s.offset]) <
+             std::make_tuple(b.cls, b.col->v[t.buffer], b.col->v[t.offset]);
+    });
+    std::vector<int64_t> first_word;
+    for (const Unit& u : mine) {
+      first_word.push_back(static_cast<int64_t>(launch.words.size()));
+      put_words(u, &launch.words);
+    }
+    const bool vectors =
+        std::any_of(mine.begin(), mine.end(), [](const Unit& u) { return u.aligned; });
+    launch.tiles = cut(mine, first_word);
+    if (vectors) {
+      for (Unit& u : mine) u.aligned = false;
+      launch.unaligned = cut(mine, first_word);
+    }
+    out->launches.push_back(std::move(launch));
+    return end;
+  }
+
+  // Adds the unit's buffers to the launch's, unless they are too many.
+  bool name_buffers(const Unit& u, std::vector<int>* buffers) {
+    const size_t before = buffers->size();
+    for (size_t i = 0; i < u.col->cls->slot_kinds.size(); ++i) {
+      const int b = buffer_of(u, i);
+      if (b < 0 || !index_.emplace(b, static_cast<int>(buffers->size())).second) continue;
+      buffers->push_back(b);
+    }
+    if (buffers->size() <= static_cast<size_t>(call_.pointers)) return true;
+    buffers->resize(before);
+    return false;
+  }
+
+  // Physical operand, or their number + result, or -1 for a slot that names none.
+  int buffer_of(const Unit& u, size_t slot) const {
+    const int kind = u.col->cls->slot_kinds[slot];
+    if (kind == slot_kind::k_OPERAND) return places_[u.col->v[slot]].physical;
+    if (kind != slot_kind::k_RESULT) return -1;
+    return static_cast<int>(call_.operands.size() + u.col->v[slot]);
+  }
+
+  void put_words(const Unit& u, std::vector<int64_t>* words) const {
+    words->push_back(u.col->bags);
+    for (size_t i = 0; i < u.col->cls->slot_kinds.size(); ++i) {
+      const int b = buffer_of(u, i);
+      if (b < 0) {
+        words->push_back(u.col->v[i]);
+        continue;
+      }
+      const bool operand = u.col->cls->slot_kinds[i] == slot_kind::k_OPERAND;
+      const int64_t offset = operand ? places_[u.col->v[i]].offset : 0;
+      words->push_back(int64_t{index_.at(b)} << recom_cuda::kOffsetBits | offset);
+    }
+  }
+
+  // ---- tiles ----
+
+  static UnitShape shape_of(const Unit& u) {
+    UnitShape s = u.shape;
+    if (!u.aligned) s.vec = 1;
+    return s;
+  }
+
+  // Whether `b` continues the rows of `a` in the result, all else being equal.
+  bool follows(const Unit& a, const Unit& b) const {
+    if (a.cls != b.cls || a.aligned != b.aligned || a.shape.bags != b.shape.bags ||
+        a.shape.width != b.shape.width || a.shape.positions != b.shape.positions) {
+      return false;
+    }
+    const ColumnClass& c = *a.col->cls;
+    const int64_t *x = a.col->v, *y = b.col->v;
+    for (int i : a.k->stores) {
+      const Op& o = c.ops[i];
+      const bool row = c.regs[o.a].width_slot >= 0;
+      if (x[o.buffer] != y[o.buffer] || y[o.offset] - x[o.offset] != a.shape.width) return false;
+      if (row && (x[o.feature] != 1 || y[o.feature] != 1)) return false;
+      for (int s : o.strides) {
+        if (x[s] != y[s]) return false;
+      }
+    }
+    return std::all_of(c.outer.begin(), c.outer.end(), [&](int s) { return x[s] == y[s]; });
+  }
+
+  // Columns of a class side by side that share tiles.
+  struct Group {
+    size_t unit;
+    int columns;
+    Geometry geometry;
+    int64_t bags_per_pass, passes;
+  };
+
+  std::vector<Tile> cut(const std::vector<Unit>& units, const std::vector<int64_t>& first_word) {
+    double threads = 0;
+    for (const Unit& u : units) {
+      const UnitShape s = shape_of(u);
+      threads += static_cast<double>(s.bags) * recom_cuda::lanes_for(s.form, s.width, s.vec);
+    }
+    std::vector<Group> groups;
+    for (size_t i = 0; i < units.size();) {
+      size_t end = i + 1;
+      while (end < units.size() && follows(units[end - 1], units[end])) ++end;
+      const UnitShape s = shape_of(units[i]);
+      const Geometry g = geometry(s, threads, call_.sms, call_.slice_positions);
+      const int n = columns_per_tile(s, g, units[i].result_bytes, end - i, threads, call_.sms);
+      for (; i < end; i += n) {
+        const int columns = static_cast<int>(std::min<size_t>(n, end - i));
+        const int64_t per_pass = recom_cuda::kThreads / (g.lanes * g.slices * columns);
+        groups.push_back({i, columns, g, per_pass, (s.bags + per_pass - 1) / per_pass});
+      }
+      i = end;
+    }
+    double total = 0, passes = 0;
+    for (const Group& g : groups) {
+      total += g.geometry.pass_cost * g.passes;
+      passes += g.passes;
+    }
+    const int64_t least = 1 + static_cast<int64_t>(passes / kMaxTiles);
+    std::vector<std::pair<double, Tile>> tiles;
+    for (const Group& g : groups) {
+      const Unit& u = units[g.unit];
+      const int64_t each = std::max(passes_per_tile(g.geometry.pass_cost, total, call_.sms), least);
+      const int64_t n = (g.passes + each - 1) / each;
+      const int64_t even = (g.passes + n - 1) / n;  // passes of equal tiles
+      const int64_t step = even * g.bags_per_pass;
+      for (int64_t bag = 0; bag < u.shape.bags; bag += step) {
+        const int bags = static_cast<int>(std::min(step, u.shape.bags - bag));
+        const double cost = g.geometry.pass_cost * ((bags + g.bags_per_pass - 1) / g.bags_per_pass);
+        tiles.push_back({cost, tile(u, g, first_word[g.unit], bag, bags)});
+      }
+    }
+    // The heaviest start first, so that none is left over at the end.
+    std::stable_sort(tiles.begin(), tiles.end(),
+                     [](const auto& a, const auto& b) { return a.first > b.first; });
+    std::vector<Tile> out;
+    out.reserve(tiles.size());
+    for (const auto& t : tiles) out.push_back(t.second);
+    return out;
+  }
+
+  static Tile tile(const Unit& u, const Group& g, int64_t words, int64_t bag, int bags) {
+    Tile t{};
+    t.words = words;
+    t.bag0 = bag;
+    t.bags = bags;
+    t.cls = u.cls;
+    t.columns = static_cast<short>(g.columns);
+    t.lanes = static_cast<short>(g.geometry.lanes);
+    t.slices = static_cast<short>(g.geometry.slices);
+    t.aligned = u.aligned;
+    return t;
+  }
+
+  const Program& p_;
+  const CudaCall& call_;
+  LaunchWords launch_;
+  std::vector<Buffer> operands_;
+  std::vector<CudaPlace> places_;
+  std::unordered_map<int, int> index_;  // a buffer's index in the launch being made
+};
+
+}  // namespace
+
+CudaPlan make_cuda_plan(const Program& program, const CudaCall& call) {
+  return Planner(program, call).run();
+}
+
+}  // namespace recom

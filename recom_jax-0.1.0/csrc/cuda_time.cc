@@ -1,0 +1,98 @@
+#include "cuda_time.h"
+
+#include <cstring>
+#include <string>
+
+#include "cuda_driver.h"
+#include "recom_abi.h"
+
+namespace recom {
+namespace {
+
+using namespace cuda;
+
+// Device memory for the time of a measurement.
+class Memory {
+ public:
+  Memory(const Driver& d, size_t bytes) : d_(d) {
+    d.check(d.mem_alloc(&at_, bytes ? bytes : 16), "allocate memory");
+  }
+  Memory(const Driver& d, std::string_view bytes) : Memory(d, bytes.size()) {
+    if (!bytes.empty()) d.check(d.copy_to_device(at_, bytes.data(), bytes.size()), "copy");
+  }
+  Memory(Memory&& o) noexcept : d_(o.d_), at_(o.at_) { o.at_ = 0; }
+  ~Memory() {
+    if (at_) d_.mem_free(at_);
+  }
+  Pointer at() const { return at_; }
+
+ private:
+  const Driver& d_;
+  Pointer at_ = 0;
+};
+
+struct Prepared {
+  Memory tiles, words;
+  unsigned blocks;
+  std::vector<char> params;
+};
+
+}  // namespace
+
+std::vector<double> time_launches(std::string_view image, int pointers,
+                                  const std::vector<TimedLaunch>& launches, int device, int calls,
+                                  int repeats, int64_t flush_bytes) {
+  const Driver& d = Driver::get();
+  const DeviceScope scope(d, device);
+  const std::string text(image);  // ends with a zero, as PTX must
+  Module module;
+  d.check(d.module_load(&module, text.c_str(), 0, nullptr, nullptr), "load a module");
+  Function kernel;
+  d.check(d.module_function(&kernel, module, "recom_fused"), "find the kernel");
+  std::vector<Prepared> prepared;
+  for (const TimedLaunch& l : launches) {
+    Prepared p{Memory(d, l.tiles), Memory(d, l.words),
+               static_cast<unsigned>(l.tiles.size() / sizeof(recom_cuda::Tile)),
+               std::vector<char>(16 + 8 * static_cast<size_t>(pointers))};
+    const uint64_t head[2] = {p.tiles.at(), p.words.at()};
+    std::memcpy(p.params.data(), head, 16);
+    std::memcpy(p.params.data() + 16, l.buffers.data(), l.buffers.size() * 8);
+    prepared.push_back(std::move(p));
+  }
+  const Memory flush(d, static_cast<size_t>(flush_bytes));
+  Stream stream;
+  d.check(d.stream_create(&stream, kStreamNonBlocking), "create a stream");
+  Event begin, end;
+  d.check(d.event_create(&begin, 0), "create an event");
+  d.check(d.event_create(&end, 0), "create an event");
+  const auto call = [&] {
+    for (Prepared& p : prepared) {
+      if (p.blocks == 0) continue;
+      void* args[] = {p.params.data()};
+      d.check(
+          d.launch(kernel, p.blocks, 1, 1, recom_cuda::kThreads, 1, 1, 0, stream, args, nullptr),
+          "launch");
+    }
+  };
+  call();
+  d.check(d.stream_synchronize(stream), "run the kernel");
+  std::vector<double> out;
+  for (int r = 0; r < repeats; ++r) {
+    if (flush_bytes)
+      d.check(d.mem_set_async(flush.at(), r & 255, flush_bytes, stream), "set memory");
+    d.check(d.event_record(begin, stream), "record an event");
+    for (int c = 0; c < calls; ++c) call();
+    d.check(d.event_record(end, stream), "record an event");
+    d.check(d.event_synchronize(end), "run the kernel");
+    float ms = 0;
+    d.check(d.event_elapsed(&ms, begin, end), "tell a time");
+    out.push_back(static_cast<double>(ms) / calls);
+  }
+  d.event_destroy(begin);
+  d.event_destroy(end);
+  d.stream_destroy(stream);
+  d.module_unload(module);
+  return out;
+}
+
+}  // namespace recom

@@ -1,0 +1,17 @@
+// The custom calls as XLA FFI handlers. Only ffi_handler.cc includes ffi.h (it is slow to compile).
+
+#ifndef RECOM_JAX_CSRC_FFI_HANDLER_H_
+#define RECOM_JAX_CSRC_FFI_HANDLER_H_
+
+namespace recom {
+
+// XLA_FFI_Handler*, as Python passes them on to XLA.
+void* fused_v1_handler();
+void* empty_v1_handler();
+// The same fused target on CUDA, by stage; the empty one serves both platforms.
+void* cuda_initialize_handler();
+void* cuda_execute_handler();
+
+}  // namespace recom
+
+#endif  // RECOM_JAX_CSRC_FFI_HANDLER_H_

@@ -1,0 +1,51 @@
+"""recom_jax: hundreds of embedding columns of a JAX model as one fused kernel behind one XLA custom call."""
+
+from __future__ import annotations
+
+from recom_jax import errors, ffi
+from recom_jax.api import OptimizedFunction, optimize, stats
+from recom_jax.errors import (
+    ArgumentError,
+    BatchError,
+    BatchTypeError,
+    BindError,
+    BindTypeError,
+    DeletedError,
+    EncodeError,
+    LeaseError,
+    OptionError,
+    PlatformError,
+    RecomError,
+    TraceError,
+    VerifyError,
+)
+from recom_jax.explain import ColumnReport, Report
+from recom_jax.options import Options
+from recom_jax.version import __version__
+
+ffi.register()
+
+__all__ = [
+    "ArgumentError",
+    "BatchError",
+    "BatchTypeError",
+    "BindError",
+    "BindTypeError",
+    "ColumnReport",
+    "DeletedError",
+    "EncodeError",
+    "LeaseError",
+    "OptimizedFunction",
+    "OptionError",
+    "Options",
+    "PlatformError",
+    "RecomError",
+    "Report",
+    "TraceError",
+    "VerifyError",
+    "__version__",
+    "errors",
+    "ffi",
+    "optimize",
+    "stats",
+]

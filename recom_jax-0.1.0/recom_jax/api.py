@@ -1,0 +1,225 @@
+"""`optimize` and what it returns: reads as the pipeline does."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from recom_jax import compat, pipeline
+from recom_jax.errors import ArgumentError, RecomError, trace_error
+from recom_jax.explain import Report, report_of
+from recom_jax.options import Options
+from recom_jax.signature import Arguments, Signature
+from recom_jax.trace import trace
+
+
+def optimize(
+    fn: Callable[..., Any] | None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    options: Options | None = None,
+) -> Any:
+    """Fuses the embedding columns of a JAX function into one custom call. A decorator.
+
+    Args:
+      fn: a function of pytrees of arrays, as for `jax.jit`.
+      static_argnums, static_argnames: as for `jax.jit`.
+      options: see `Options`.
+
+    Returns:
+      An `OptimizedFunction`: outside a trace it behaves as ``jax.jit(fn)``; inside jit, vmap, grad and jvp as `fn`.
+      Without `fn`, a decorator.
+
+    Raises:
+      ArgumentError (a TypeError): `fn` is not callable.
+    """
+    if fn is None:
+        return functools.partial(
+            optimize,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            options=options,
+        )
+    if not callable(fn):
+        raise ArgumentError(f"recom_jax.optimize takes a function, not a {type(fn).__name__}")
+    if options is not None and not isinstance(options, Options):
+        raise ArgumentError(f"options is a recom_jax.Options, not a {type(options).__name__}")
+    return OptimizedFunction(
+        fn, Signature.of(fn, static_argnums, static_argnames), options or Options()
+    )
+
+
+class OptimizedFunction:
+    """A function whose embedding columns run fused. Make it with `optimize`."""
+
+    def __init__(self, fn: Callable[..., Any], signature: Signature, options: Options) -> None:
+        self._fn, self._signature, self.options = fn, signature, options
+        functools.update_wrapper(self, fn, updated=())
+        self._jitted = jax.jit(
+            self._body,
+            static_argnums=signature.static_argnums or None,
+            static_argnames=signature.static_argnames or None,
+        )
+        self._reports: dict[Any, Report] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._jitted(*args, **kwargs)
+        except RecomError:
+            raise
+        except Exception as why:
+            raise self._signature.explain_failure(why, args, kwargs) from why
+
+    def explain(self, *args: Any, **kwargs: Any) -> Report:
+        """What would be fused for these arguments, and why the rest is not. Runs and compiles nothing.
+
+        Args:
+          *args, **kwargs: as for a call; arrays may be ``jax.ShapeDtypeStruct``s.
+        """
+        call = self._signature.split(args, kwargs)
+        key = call.key()
+        with self._lock:
+            found = self._reports.get(key) if key is not None else None
+        if found is None:
+            found = report_of(self._compile(call), getattr(self, "__name__", "model"))
+            if key is not None:
+                with self._lock:
+                    if len(self._reports) >= 64:
+                        self._reports.pop(next(iter(self._reports)))
+                    self._reports[key] = found
+        return found
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.jit(fn).lower(...)`` of the fused program: has ``as_text()`` and ``compile()``."""
+        try:
+            return self._jitted.lower(*args, **kwargs)
+        except RecomError:
+            raise
+        except Exception as why:
+            raise self._signature.explain_failure(why, args, kwargs) from why
+
+    def bind(self, *leading: Any) -> Any:
+        """Fixes the leading arguments (tables, weights): see `recom_jax.serve.Server`.
+
+        Prints nothing and allocates nothing before `Server.cost` can be read: arenas are packed at the first call.
+        """
+        from recom_jax.serve import Server
+
+        return Server(
+            self._fn, self._signature, self.options, leading, getattr(self, "__name__", "model")
+        )
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else BoundMethod(self, instance)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedFunction:
+        return self
+
+    def __reduce__(self) -> Any:
+        where = (self.__module__, getattr(self._fn, "__qualname__", ""))
+        try:
+            if _by_name(*where) is self:
+                return _by_name, where
+        except (ImportError, AttributeError):
+            pass
+        s = self._signature  # found by another name: the function itself must be picklable
+        return _again, (self._fn, s.static_argnums, s.static_argnames, self.options)
+
+    def __repr__(self) -> str:
+        return f"<recom_jax.optimize({getattr(self._fn, '__qualname__', self._fn)!s})>"
+
+    # ---- tracing ------------------------------------------------------------------------------------------
+
+    def _body(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._signature.split(args, kwargs)
+        compiled = self._compile(call)
+        outs = compat.jaxpr_as_fun(compiled.jaxpr)(*call.leaves)
+        return jax.tree_util.tree_unflatten(compiled.traced.out_tree, outs)
+
+    def _compile(self, call: Arguments) -> pipeline.Compiled:
+        pipeline.count("traces")
+        return pipeline.compile_jaxpr(
+            trace_call(self._fn, call, self._signature.name), self.options
+        )
+
+
+class BoundMethod:
+    """An optimized method looked up on an instance: the instance is its first argument."""
+
+    def __init__(self, function: OptimizedFunction, instance: Any) -> None:
+        self.__func__, self.__self__ = function, instance
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Report:
+        return self.__func__.explain(self.__self__, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def bind(self, *leading: Any) -> Any:
+        return self.__func__.bind(self.__self__, *leading)
+
+
+def trace_call(fn: Callable[..., Any], call: Arguments, name: str) -> Any:
+    """Traces a call of the user's function; what it raises is raised as ours, of the same type."""
+    try:
+        return trace(call.flat(fn), call.leaves, call.names)
+    except RecomError:
+        raise
+    except Exception as why:
+        raise trace_error(why, f"while tracing {name}{call.describe()}") from why
+
+
+def fuse_flat(fn: Callable[..., Any], args: Sequence[Any], options: Options) -> list[Any]:
+    """Runs a flat function (list of outputs) through the compiler, on values or tracers."""
+    traced = trace(fn, args, tuple(f"operand {k}" for k in range(len(args))))
+    compiled = pipeline.compile_jaxpr(traced, options)
+    return list(compat.jaxpr_as_fun(compiled.jaxpr)(*args))
+
+
+def stats() -> dict[str, int]:
+    """Counters since the process began.
+
+    ``traces`` (functions analysed), ``programs_prepared`` (programs made: kernel compiles), ``program_cache_hits``,
+    ``calls`` (fused calls executed), ``bytes_packed`` (bytes gathered from numpy leaves), and others.
+    """
+    from recom_jax import ffi
+
+    ext = ffi.extension()
+    out = {
+        "traces": 0,
+        "programs_prepared": 0,
+        "program_cache_hits": 0,
+        "calls": 0,
+        "bytes_packed": 0,
+    }
+    out.update(pipeline.counters())
+    out.update({k: v for k, v in ext.program_stats().items() if isinstance(v, int)})
+    return out
+
+
+def _again(fn: Any, nums: Any, names: Any, options: Options) -> OptimizedFunction:
+    made: OptimizedFunction = optimize(
+        fn, static_argnums=nums, static_argnames=names, options=options
+    )
+    return made
+
+
+def _by_name(module: str, qualname: str) -> Any:
+    value: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        value = getattr(value, part)
+    return value
+
+
+__all__ = ["OptimizedFunction", "optimize", "stats"]

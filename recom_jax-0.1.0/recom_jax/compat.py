@@ -1,0 +1,251 @@
+"""The only importer of ``jax._src`` and the only place that knows JAX versions apart.
+
+Checked against JAX 0.10.2, 0.11.2 and 0.12.0.1. From 0.11 on ``ClosedJaxpr`` and ``Jaxpr`` are one class;
+here "closed" means: has ``.jaxpr``, ``.consts``, ``.eqns``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src import dtypes as _dtypes
+from jax._src import effects as _effects
+from jax._src import linear_util as _lu
+from jax._src import source_info_util as _source
+from jax._src.export import _export
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import pxla as _pxla
+from jax._src.state.types import ReadEffect
+from jax.extend import core as jcore
+from jax.interpreters import ad, batching, mlir
+
+Var = jcore.Var
+Literal = jcore.Literal
+DropVar = _core.DropVar
+Ref = _core.Ref
+typeof = _core.typeof
+Primitive = jcore.Primitive
+new_jaxpr_eqn = jcore.new_jaxpr_eqn
+jaxpr_as_fun = jcore.jaxpr_as_fun
+check_jaxpr = jcore.check_jaxpr
+UNSPECIFIED_NAMES = ("UnspecifiedValue",)
+
+
+def fresh_var(aval: Any) -> Any:
+    """A new jaxpr variable of abstract value `aval`."""
+    return _core.Var(aval)
+
+
+def is_drop(var: Any) -> bool:
+    """Whether a variable is the placeholder of an unused output."""
+    return isinstance(var, DropVar)
+
+
+def open_jaxpr(closed: Any) -> Any:
+    """The inner jaxpr (with ``constvars``, ``invars``, ``eqns``) of a closed one."""
+    return closed.jaxpr
+
+
+def closed(
+    constvars: Sequence[Any],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    eqns: Sequence[Any],
+    consts: Sequence[Any],
+    like: Any,
+) -> Any:
+    """A closed jaxpr made of equations; effects are the union of the equations' own."""
+    effects = frozenset().union(*(e.effects for e in eqns)) if eqns else frozenset()
+    info = like.debug_info
+    if len(info.arg_names or ()) != len(invars) or len(info.result_paths or ()) != len(outvars):
+        info = info._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+    parts = (list(constvars), list(invars), list(outvars), list(eqns), effects, info)
+    inner: Any = jcore.Jaxpr
+    outer: Any = jcore.ClosedJaxpr
+    if outer is inner:
+        return inner(*parts, consts=list(consts))
+    return outer(inner(*parts), list(consts))
+
+
+def jaxpr_text(closed: Any, equations: int) -> str:
+    """The printed form of a jaxpr, with its first equations only."""
+    jaxpr = open_jaxpr(closed)
+    if len(jaxpr.eqns) <= equations:
+        return str(jaxpr)
+    text = str(jaxpr.replace(eqns=list(jaxpr.eqns[:equations])))
+    return f"{text}\n... and {len(jaxpr.eqns) - equations:,} more equations"
+
+
+def debug_info(what: str) -> Any:
+    """Debug information for a jaxpr of ours."""
+    return _lu.DebugInfo("recom_jax", what, (), ())
+
+
+def inner_jaxpr(eqn: Any) -> Any | None:
+    """The closed jaxpr of a call-like equation (jit, remat, custom_jvp), else None."""
+    if eqn.primitive.name in ("jit", "pjit", "custom_jvp_call", "closed_call", "core_call"):
+        return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if eqn.primitive.name in ("remat2", "checkpoint", "remat"):
+        inner = eqn.params["jaxpr"]
+        if hasattr(inner, "consts"):
+            return inner
+        return jcore.ClosedJaxpr(inner, [])
+    return None
+
+
+def is_plain_jit(eqn: Any) -> bool:
+    """Whether a jit equation carries nothing but its body: no shardings, layouts, donation or options."""
+    p = eqn.params
+    for key in ("in_shardings", "out_shardings"):
+        if any(type(s).__name__ not in UNSPECIFIED_NAMES for s in p.get(key, ())):
+            return False
+    for key in ("in_layouts", "out_layouts"):
+        if any(x is not None for x in p.get(key, ())):
+            return False
+    return not any(p.get("donated_invars", ())) and not p.get("compiler_options_kvs", ())
+
+
+_JAX_SOURCES = os.path.dirname(jax.__file__) + os.sep
+
+
+def is_library_call(closed: Any) -> bool:
+    """Whether a call's body is JAX's own code (`jnp.take`, ...): its source lines say nothing of the caller."""
+    info = getattr(open_jaxpr(closed), "debug_info", None)
+    return _JAX_SOURCES in str(getattr(info, "func_src_info", ""))
+
+
+def sub_jaxprs(eqn: Any) -> list[Any]:
+    """Every jaxpr among an equation's parameters (loop bodies, branches, calls)."""
+    found: list[Any] = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                found.append(inner)
+    return found
+
+
+def source_line(eqn: Any) -> str:
+    """``file:line`` of the user's code that made the equation, or an empty string."""
+    frame = _source.user_frame(eqn.source_info.traceback)
+    return f"{frame.file_name}:{frame.start_line}" if frame is not None else ""
+
+
+def bind_eqn(eqn: Any, invals: Sequence[Any]) -> list[Any]:
+    """Runs one equation on values, under its own context, as JAX's evaluator does."""
+    subfuns_params = eqn.primitive.get_bind_params(eqn.params)
+    name_stack = _source.current_name_stack() + eqn.source_info.name_stack
+    with _source.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        if isinstance(subfuns_params, tuple):
+            subfuns, params = subfuns_params
+            out = eqn.primitive.bind(*subfuns, *invals, **params)
+        else:
+            out = eqn.primitive.bind(*invals, **subfuns_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def register_primitive(
+    prim: Any,
+    *,
+    abstract_eval: Callable[..., Any],
+    jvp: Callable[..., Any],
+    batch: Callable[..., Any],
+    lower_cpu: Callable[..., Any],
+    lower_cuda: Callable[..., Any],
+    lower_default: Callable[..., Any],
+) -> None:
+    """Wires a multi-result primitive into evaluation, differentiation, batching and lowering."""
+    prim.multiple_results = True
+    prim.def_abstract_eval(abstract_eval)
+    prim.def_impl(lambda *args, **params: _dispatch.apply_primitive(prim, *args, **params))
+    ad.primitive_jvps[prim] = jvp
+    batching.fancy_primitive_batchers[prim] = batch
+    mlir.register_lowering(prim, lower_default)
+    mlir.register_lowering(prim, lower_cpu, platform="cpu")
+    mlir.register_lowering(prim, lower_cuda, platform="cuda")
+
+
+def module_devices(ctx: Any) -> int:
+    """Over how many devices XLA will partition the module being lowered by itself (1 inside shard_map)."""
+    axis_context = ctx.module_context.axis_context
+    if hasattr(axis_context, "num_devices"):  # ShardingContext: jit; SPMDAxisContext: shard_map
+        return int(axis_context.num_devices)
+    return 1
+
+
+def is_export(ctx: Any) -> bool:
+    """Whether the module being lowered is meant for other machines too, as far as that can be told."""
+    parameters = ctx.module_context.lowering_parameters
+    return len(ctx.module_context.platforms) > 1 or bool(getattr(parameters, "for_export", False))
+
+
+def lower_fun(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A lowering rule that traces `fun` (list of outputs) in place of the primitive."""
+    return mlir.lower_fun(fun, multiple_results=True)
+
+
+def is_tracer(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def is_batched(value: Any) -> bool:
+    """Whether a value belongs to a vmap at work."""
+    return isinstance(value, _batching.BatchTracer)
+
+
+def tracing() -> bool:
+    """Whether a transformation (jit, vmap, grad, ...) is at work in this thread."""
+    return not _core.trace_ctx.is_top_level()
+
+
+def instantiate_zeros(tangent: Any) -> Any:
+    return ad.instantiate_zeros(tangent)
+
+
+def is_zero_tangent(tangent: Any) -> bool:
+    return isinstance(tangent, ad.Zero)
+
+
+def zero_tangent(primal_out: Any) -> Any:
+    return ad.Zero(_core.typeof(primal_out).to_tangent_aval())
+
+
+# ---- arrays that a traced function closes over, as operands (see `operands`) -------------------------------------
+
+
+class OperandEffect(ReadEffect):
+    """Tells JAX to make operands of the closed-over `Ref`s that an equation reads; it orders nothing."""
+
+
+for _allowed in (
+    _effects.lowerable_effects,
+    _effects.control_flow_allowed_effects,
+    _effects.remat_allowed_effects,
+    _effects.custom_derivatives_allowed_effects,
+):
+    _allowed.add_type(OperandEffect)
+
+
+def register_operand_type(kind: type[Any], arrays: Callable[[Sequence[Any]], list[Any]]) -> None:
+    """Lets instances of `kind`, a subclass of `Ref` with an ``_aval``, be passed to compiled programs.
+
+    Args:
+      arrays: the arrays that instances stand for at this moment.
+    """
+
+    def shard(xs: Any, shardings: Any, layouts: Any, copy_semantics: Any) -> Any:
+        return _pxla.shard_args(shardings, layouts, copy_semantics, arrays(xs))
+
+    _core.pytype_aval_mappings[kind] = lambda x: x._aval
+    _dtypes.canonicalize_value_handlers[kind] = lambda x: x
+    _pxla.shard_arg_handlers[kind] = shard
+
+
+def promise_stable(target: str) -> None:
+    """Lets ``jax.export`` serialize calls of a custom call target, as it does those of JAX's own stable ones."""
+    _export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE.add(target)

@@ -1,0 +1,164 @@
+"""The function of one class of units: what a block does with a tile.
+
+Bag space is straight-line code, run once a bag and lane; regions.py has the loops over positions.
+"""
+
+from __future__ import annotations
+
+from recom_jax.cuda.regions import Regions
+from recom_jax.cuda.text import TYPES, Unsupported
+from recom_jax.cuda.units import PLAIN, walk
+from recom_jax.program import OPERAND, RESULT, Instr
+
+_FORMS = ("kPlain", "kRegion", "kJagged")
+
+
+class Body(Regions):
+    """Writes the function of one unit class."""
+
+    def text(self) -> list[str]:
+        u = self.u
+        stride = 1 + len(self.cls.slots)
+        self.depth = 2 if u.width_slot < 0 else 3
+        for i in u.code:
+            if i.op == "REGION" or i.op == "JREGION":
+                self.region(i)
+            elif i.op == "STORE":
+                self.store(i)
+            else:
+                self.write(i)
+        passes, self.lines = self.lines, []
+        self.depth = 1
+        before = self.before()
+        rows = (
+            "numbers"
+            if u.width_slot < 0
+            else f"rows of {u.width if u.width is not None else 'any width'}"
+        )
+        form = ("no reduction", "bags", "jagged bags")[u.form]
+        lanes = "const int kLanes = t.lanes;"
+        if u.width is not None and not self.slow:
+            lanes = f"constexpr int kLanes = lanes_for({_FORMS[u.form]}, {u.width}, kVec);"
+        share = "1" if u.width is None or self.slow else "kLanes"
+        name = f"class_{self.number}"
+        head = [
+            f"// Class {self.number}: {rows}, {form}.",
+            "template <int kVec>",
+            f"__device__ __forceinline__ void {name}(const Params& p, const Tile& t) {{",
+        ]
+        if self.slow:
+            head = [
+                "// The same for segment ids in any order: each bag looks at every position.",
+                f"__device__ __noinline__ void {name}_any(const Params& p) {{",
+                "  constexpr int kVec = 1;",
+                "  const Tile t = p.tiles[blockIdx.x];",
+            ]
+        head += [
+            f"  {lanes}",
+            *([] if u.form == PLAIN else [f"  constexpr int kShare = {share};"]),
+            f"  const Worker me(p, t, kLanes, {stride});",
+        ]
+        for s in sorted(self.used):
+            kind = self.cls.slots[s]
+            if kind in (OPERAND, RESULT):
+                e, access = TYPES[u.dtypes[s]], "source" if kind == OPERAND else "target"
+                const = "const " if kind == OPERAND else ""
+                head.append(f"  {const}{e}* const b{s} = {access}<{e}>(p, me.word({1 + s}));")
+            else:
+                head.append(f"  const i64 s{s} = me.word({1 + s});")
+        return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), "}"]
+
+    def before(self) -> list[str]:
+        """What the whole block finds out before its first bag."""
+        one_hot = [i for i in walk(self.u.code) if i.op in ("TAKE", "POOL") and i.args[0]]
+        for i in one_hot:
+            dst = self.dst(i)
+            table, base, stride = self.table(i)
+            if self.floating(dst):
+                self.put(
+                    f"const bool dirty_{dst} = block_non_finite({table} + {base}, "
+                    f"{self.slot(self.rows_slot(i))}, {stride}, {self.width()});"
+                )
+        for i in self.u.code:
+            if i.op == "JREGION":
+                self.ascending(i)
+        out, self.lines = self.lines, []
+        return out
+
+    def ascending(self, i: Instr) -> None:
+        """Segment ids that ascend, as they nearly always do, say where a bag's positions begin and end."""
+        total, seg = self.slot(i.args[0]), i.args[1]
+        splits = self.splits(i)
+        if splits is None or self.slow:
+            self.lambda_of(i, seg, f"seg_{seg}")
+        if self.slow:
+            return
+        if splits is None:
+            self.put(f"const bool ascends_{seg} = block_ascends(seg_{seg}, {total});")
+        else:
+            buffer, offset, n = splits
+            at = self.buffer(buffer)
+            at = at if self.u.constants.get(offset) == 0 else f"{at} + {self.slot(offset)}"
+            self.put(f"const auto* const splits_{seg} = {at};")
+            self.put(
+                f"const bool ascends_{seg} = block_ascends([&](i64 k) {{ return "
+                f"static_cast<i64>(load_one(splits_{seg} + k)); }}, {self.slot(n)});"
+            )
+        self.put(f"if (!ascends_{seg}) return class_{self.number}_any(p);")
+
+    def width(self) -> str:
+        return str(self.u.width) if self.u.width is not None else self.slot(self.u.width_slot)
+
+    def loop_head(self) -> list[str]:
+        u = self.u
+        lines = [
+            "  for (int at = 0; at < t.bags; at += me.step) {",
+            "    const bool on = !me.idle && at + me.first < t.bags;",
+            "    const i64 bag = t.bag0 + (on ? at + me.first : 0);",
+        ]
+        outer = self.cls.outer
+        if len(outer) > 1:
+            lines.append("    i64 rest = bag;")
+            for k in range(len(outer) - 1, 0, -1):
+                size = self.slot_late(outer[k])
+                lines.append(f"    const i64 bag_{k} = rest % {size};")
+                lines.append(f"    rest /= {size};")
+            lines.append("    const i64 bag_0 = rest;")
+        if u.width_slot >= 0:
+            width = str(u.width) if u.width is not None else self.slot_late(u.width_slot)
+            lines += [
+                f"    for (i32 chunk = 0; chunk < {width}; chunk += kLanes * kVec) {{",
+                "      const i32 mine = chunk + me.lane * kVec;",
+                f"      const bool has = on && mine < {width};",
+                f"      const i32 f = mine < {width} ? mine : 0;",
+            ]
+        else:
+            lines.append("    const bool has = on;")
+        return lines
+
+    def slot_late(self, s: int) -> str:
+        """A slot read after the list of used slots is written: from the words themselves."""
+        value = self.u.constants.get(s)
+        return str(value) if value is not None else f"me.word({1 + s})"
+
+    def loop_tail(self) -> list[str]:
+        return ["    }", "  }"] if self.u.width_slot >= 0 else ["  }"]
+
+    def store(self, i: Instr) -> None:
+        src, buffer, offset, _, *strides = i.args
+        outer, step = strides[:-1], strides[-1]
+        data = self.buffer(buffer)
+        at = self.dot(offset, outer, self.bag_axes)
+        if not self.is_row(src):
+            self.put(f"if (has && me.lane == 0 && me.slice == 0) store({data} + {at}, r{src});")
+        elif self.u.constants.get(step) == 1 or self.u.width == 1:
+            self.put(f"if (has && me.slice == 0) store({data} + {at} + f, r{src});")
+        else:
+            # Vectors need neighbours: the plan never calls such a unit aligned.
+            self.put(
+                f"if constexpr (kVec == 1) {{ if (has && me.slice == 0) "
+                f"store_strided({data} + {at}, f, {self.slot(step)}, r{src}); }}"
+            )
+
+
+__all__ = ["Body", "Unsupported"]

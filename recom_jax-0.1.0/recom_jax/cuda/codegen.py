@@ -1,0 +1,83 @@
+"""Stage 6 for CUDA, second half: units -> the text of one kernel, and the launch words (docs/cuda_target.md).
+
+The text instantiates what `headers/` holds. Registers of the program become variables of the same number, slots
+that differ between columns become `s<number>`, and slots that do not become literals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from recom_jax.cuda.body import Body, Unsupported
+from recom_jax.cuda.text import Schedule
+from recom_jax.cuda.units import JAGGED, Units, units_of
+from recom_jax.program import Program
+
+LAUNCH_MAGIC = 0x48434E554C4D4352
+LAUNCH_VERSION = 1
+DEFAULT = Schedule()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Generated:
+    """A kernel's text.
+
+    Attributes:
+      source: CUDA C++.
+      launch: which code runs each unit, for `csrc/cuda_plan.cc`.
+    """
+
+    source: str
+    launch: bytes
+
+
+def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
+    """Writes the kernel of a program.
+
+    Raises:
+      Unsupported: the program holds what this target cannot express; the caller leaves it to XLA.
+    """
+    units = units_of(program)
+    functions = [
+        Body(cls, k, schedule, slow).text()
+        for k, cls in enumerate(units.classes)
+        for slow in ((True, False) if cls.form == JAGGED else (False,))
+    ]
+    lines = [
+        '#include "recom_tile.cuh"',
+        "",
+        "namespace recom_cuda {",
+        "",
+        *(line for f in functions for line in (*f, "")),
+        "}  // namespace recom_cuda",
+        "",
+        *_kernel(units, schedule),
+        "",
+    ]
+    words = [LAUNCH_MAGIC, LAUNCH_VERSION, len(units.classes), len(units.units)]
+    for cls in units.classes:
+        words += [cls.number, cls.form, cls.width_slot, cls.vec]
+    for unit in units.units:
+        words += unit
+    return Generated("\n".join(lines), np.array(words, np.int64).tobytes())
+
+
+def _kernel(units: Units, schedule: Schedule) -> list[str]:
+    bounds = f", {schedule.blocks}" if schedule.blocks else ""
+    lines = [
+        f'extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads{bounds})',
+        "recom_fused(const __grid_constant__ recom_cuda::Params p) {",
+        "  const recom_cuda::Tile t = p.tiles[blockIdx.x];",
+        "  switch (t.cls) {",
+    ]
+    for k, cls in enumerate(units.classes):
+        call = f"recom_cuda::class_{k}<1>(p, t);"
+        if cls.vec > 1:
+            call = f"if (t.aligned) recom_cuda::class_{k}<{cls.vec}>(p, t); else {call}"
+        lines.append(f"    case {k}: {call} break;")
+    return [*lines, "  }", "}"]
+
+
+__all__ = ["Generated", "Schedule", "Unsupported", "generate"]

@@ -1,0 +1,68 @@
+// What the host (csrc/cuda_plan.cc) hands the generated kernel. Plain C++: nvcc's run-time compiler, the
+// extension and the emulation header of the tests all read this file.
+
+#ifndef RECOM_JAX_CUDA_ABI_H_
+#define RECOM_JAX_CUDA_ABI_H_
+
+// Buffers that one launch may name. A kernel's parameters may take 32,764 bytes.
+#ifndef RECOM_POINTERS
+#define RECOM_POINTERS 4064
+#endif
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define RECOM_ABI_FN __host__ __device__
+#else
+#define RECOM_ABI_FN
+#endif
+
+namespace recom_cuda {
+
+constexpr int kThreads = 256;  // of a block
+
+// How a unit's code runs over bags.
+enum Form : int {
+  kPlain = 0,   // no reduction: each lane computes its features of a bag
+  kRegion = 1,  // bags of equally many positions
+  kJagged = 2,  // positions find their bag by segment ids
+};
+
+// A block's work: bags [bag0, bag0 + bags) of `columns` columns of one class. The words of column k start
+// at `words + k * stride`, where stride is the class's. Columns that share a tile are adjacent in the result.
+struct Tile {
+  long long words;
+  long long bag0;
+  int bags;
+  int cls;
+  short columns;
+  short lanes;    // of a bag: lane l holds features [l * vec, (l + 1) * vec) of each chunk
+  short slices;   // groups of lanes that share the positions of one bag; a power of two, lanes * slices <= 32 if > 1
+  short aligned;  // 1: rows and results allow accesses of a whole vector
+};
+
+// A column's words: the number of bags, then the class's slots. IMM and DIM slots hold their value, OPERAND and
+// RESULT slots a place: index of the launch's buffer << kOffsetBits | byte offset.
+constexpr int kOffsetBits = 44;
+
+struct Params {
+  const Tile* tiles;
+  const long long* words;
+  const unsigned char* buffer[RECOM_POINTERS];
+};
+
+RECOM_ABI_FN constexpr int power_of_two(int n) {
+  int p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
+// Lanes that a bag of `width` features takes in vectors of `vec` elements. Reductions shuffle between lanes, so
+// theirs are a power of two and fit a warp; wider rows take several passes.
+RECOM_ABI_FN constexpr int lanes_for(int form, long long width, int vec) {
+  const long long n = width <= vec ? 1 : (width + vec - 1) / vec;
+  if (form == kPlain) return n < kThreads ? static_cast<int>(n) : kThreads;
+  return n < 32 ? power_of_two(static_cast<int>(n)) : 32;
+}
+
+}  // namespace recom_cuda
+
+#endif  // RECOM_JAX_CUDA_ABI_H_

@@ -1,0 +1,275 @@
+// Rows of tables: checked row numbers, loads and stores of a lane's vector, and pooling.
+
+#ifndef RECOM_JAX_CUDA_ROWS_CUH_
+#define RECOM_JAX_CUDA_ROWS_CUH_
+
+#include "recom_ops.cuh"
+
+namespace recom_cuda {
+
+constexpr int kMissing = -1;  // a row number outside the table: the fill value
+constexpr int kSkipped = -2;  // a masked-out position: nothing
+
+// Row numbers of type I, wide enough for `rows`.
+template <class I, class T>
+RECOM_FN I index_clip(T x, i64 rows) {
+  if (rows <= 0) return kMissing;
+  if constexpr (kIsSigned<T>) {
+    if constexpr (sizeof(I) == 4 && sizeof(T) <= 4) {
+      const i32 r = static_cast<i32>(x), last = static_cast<i32>(rows - 1);
+      return r < 0 ? 0 : r < last ? r : last;
+    } else {
+      const i64 r = static_cast<i64>(x);
+      return static_cast<I>(r < 0 ? 0 : r < rows ? r : rows - 1);
+    }
+  } else {
+    const u64 r = static_cast<u64>(x);
+    return static_cast<I>(r < static_cast<u64>(rows) ? r : static_cast<u64>(rows - 1));
+  }
+}
+template <class I, class T>
+RECOM_FN I index_fill(T x, i64 rows) {
+  // A signed number widens with its sign: negative ones become huge unsigned ones, and miss.
+  using Wide = typename If<sizeof(I) == 4 && sizeof(T) <= 4, u32, u64>::type;
+  using Signed = typename If<sizeof(Wide) == 4, i32, i64>::type;
+  const Wide r = kIsSigned<T> ? static_cast<Wide>(static_cast<Signed>(x)) : static_cast<Wide>(x);
+  return r < static_cast<Wide>(rows) ? static_cast<I>(r) : static_cast<I>(kMissing);
+}
+template <class I>
+RECOM_FN I predicate(I index, pred mask) {
+  return mask ? index : static_cast<I>(kSkipped);
+}
+
+// N neighbouring elements. N > 1 promises that they are aligned to min(16, their bytes).
+template <class E, int N>
+RECOM_FN Row<E, N> load_vector(const E* at) {
+  constexpr int bytes = static_cast<int>(sizeof(E)) * N;
+  Row<E, N> r;
+  if constexpr (N == 1) {
+    if constexpr (kIsHalf<E>) {
+      r.v[0].bits = __ldg(reinterpret_cast<const u16*>(at));
+    } else if constexpr (kSame<E, pred>) {
+      r.v[0] = __ldg(reinterpret_cast<const u8*>(at)) != 0;
+    } else {
+      r.v[0] = __ldg(at);
+    }
+  } else if constexpr (bytes % 16 == 0) {
+    uint4 w[bytes / 16];
+#pragma unroll
+    for (int i = 0; i < bytes / 16; ++i) w[i] = __ldg(reinterpret_cast<const uint4*>(at) + i);
+    memcpy(&r, w, bytes);
+  } else if constexpr (bytes == 8) {
+    const uint2 w = __ldg(reinterpret_cast<const uint2*>(at));
+    memcpy(&r, &w, bytes);
+  } else if constexpr (bytes == 4) {
+    const u32 w = __ldg(reinterpret_cast<const u32*>(at));
+    memcpy(&r, &w, bytes);
+  } else {
+    static_assert(bytes == 2, "a vector is 2, 4, 8 or a multiple of 16 bytes");
+    const u16 w = __ldg(reinterpret_cast<const u16*>(at));
+    memcpy(&r, &w, bytes);
+  }
+  return r;
+}
+template <class E, int N>
+RECOM_FN void store_vector(E* at, const Row<E, N>& r) {
+  constexpr int bytes = static_cast<int>(sizeof(E)) * N;
+  if constexpr (N == 1) {
+    *at = r.v[0];
+  } else if constexpr (bytes % 16 == 0) {
+    uint4 w[bytes / 16];
+    memcpy(w, &r, bytes);
+#pragma unroll
+    for (int i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(at)[i] = w[i];
+  } else if constexpr (bytes == 8) {
+    uint2 w;
+    memcpy(&w, &r, bytes);
+    *reinterpret_cast<uint2*>(at) = w;
+  } else if constexpr (bytes == 4) {
+    u32 w;
+    memcpy(&w, &r, bytes);
+    *reinterpret_cast<u32*>(at) = w;
+  } else {
+    static_assert(bytes == 2, "a vector is 2, 4, 8 or a multiple of 16 bytes");
+    u16 w;
+    memcpy(&w, &r, bytes);
+    *reinterpret_cast<u16*>(at) = w;
+  }
+}
+
+template <class E>
+RECOM_FN E load_one(const E* at) {
+  return load_vector<E, 1>(at).v[0];
+}
+// N elements `stride` apart. N > 1 promises stride 1.
+template <class E, int N>
+RECOM_FN Row<E, N> load_row(const E* at, i64 feature, i64 stride) {
+  return load_vector<E, N>(at + feature * stride);
+}
+
+// A lane's share of a table's row, as T; `fill` everywhere where there is no such row.
+template <class T, int N, class E, class I>
+RECOM_FN Row<T, N> take(const E* table, I index, i64 row_stride, i64 feature, T fill) {
+  Row<T, N> r = spread<N>(fill);
+  if (index >= 0) r = x_convert<T>(load_vector<E, N>(table + static_cast<i64>(index) * row_stride + feature));
+  return r;
+}
+
+// A lane's share of a row that exists, as T.
+template <class T, int N, class E, class I>
+RECOM_FN Row<T, N> fetch(const E* table, I index, i64 row_stride, i64 feature) {
+  return x_convert<T>(load_vector<E, N>(table + feature + static_cast<i64>(index) * row_stride));
+}
+
+// Stores a number or a row; a 16-bit result rounds to nearest even.
+template <class E, class T>
+RECOM_FN void store(E* at, const T& value) {
+  if constexpr (RowOf<T>::kSize == 0) {
+    *at = convert<E>(value);
+  } else {
+    store_vector(at, x_convert<E>(value));
+  }
+}
+// Rows whose features do not lie side by side come one element a lane.
+template <class E, class T>
+RECOM_FN void store_strided(E* at, i64 feature, i64 stride, const Row<T, 1>& value) {
+  at[feature * stride] = convert<E>(value.v[0]);
+}
+
+enum Kind : int { kSum = 0, kMax = 1, kMin = 2, kProd = 3 };
+
+template <int kKind, class A, class B>
+RECOM_FN auto combine(const A& a, const B& b) {
+  if constexpr (kKind == kSum) {
+    return x_add(a, b);
+  } else if constexpr (kKind == kMax) {
+    return x_max(a, b);
+  } else if constexpr (kKind == kMin) {
+    return x_min(a, b);
+  } else {
+    return x_mul(a, b);
+  }
+}
+// What a slice starts from: the first from init, the others from what changes nothing.
+template <int kKind, class T>
+RECOM_FN T start_of(T init, int slice) {
+  if (slice == 0 || kKind == kMax || kKind == kMin) return init;
+  if constexpr (kKind == kSum) {
+    if constexpr (kIsFloat<T>) {
+      return -T(0);
+    } else {
+      return T(0);
+    }
+  } else {
+    return T(1);
+  }
+}
+template <int kKind, class A, class B>
+RECOM_FN void combine_if(bool on, A& acc, const B& x) {
+  const A next = combine<kKind>(acc, x);
+  acc = x_select(on, acc, next);
+}
+
+template <class T>
+RECOM_FN T shuffle_xor(T x, int mask) {
+  if constexpr (sizeof(T) == 8) {
+    return bitcast_one<T>(__shfl_xor_sync(0xffffffffu, bitcast_one<u64>(x), mask));
+  } else if constexpr (sizeof(T) == 4) {
+    return bitcast_one<T>(__shfl_xor_sync(0xffffffffu, bitcast_one<u32>(x), mask));
+  } else {
+    return static_cast<T>(__shfl_xor_sync(0xffffffffu, static_cast<i32>(x), mask));
+  }
+}
+// How many positions a round has, and which of a lane's numbers is that of position u of a flight.
+RECOM_FN constexpr int round_of(int share, int flight) { return share > flight ? share : flight; }
+RECOM_FN constexpr int own_of(int share, int u) { return u / share; }
+// The value that lane `position % kShare` of the kShare neighbours has. All of those call it.
+template <int kShare, class T>
+RECOM_FN T share(T x, int position) {
+  if constexpr (kShare == 1) {
+    return x;
+  } else {
+    const u32 group = (kShare == 32 ? 0xffffffffu : ((1u << (kShare & 31)) - 1u))
+                      << (threadIdx.x & 31u & ~static_cast<u32>(kShare - 1));
+    const int from = position % kShare;
+    if constexpr (sizeof(T) == 8) {
+      return bitcast_one<T>(__shfl_sync(group, bitcast_one<u64>(x), from, kShare));
+    } else if constexpr (sizeof(T) == 4) {
+      return bitcast_one<T>(__shfl_sync(group, bitcast_one<u32>(x), from, kShare));
+    } else {
+      return static_cast<T>(__shfl_sync(group, static_cast<i32>(x), from, kShare));
+    }
+  }
+}
+
+// Combines what the slices of a bag found; every lane gets the result. All threads of a warp call it.
+template <int kKind, class T>
+RECOM_FN void join_slices(T& acc, int lanes, int slices) {
+  for (int m = lanes; m < lanes * slices; m *= 2) {
+    acc = combine<kKind>(acc, shuffle_xor(acc, m));
+  }
+}
+template <int kKind, class T, int N>
+RECOM_FN void join_slices(Row<T, N>& acc, int lanes, int slices) {
+  for (int m = lanes; m < lanes * slices; m *= 2) {
+    Row<T, N> other;
+#pragma unroll
+    for (int i = 0; i < N; ++i) other.v[i] = shuffle_xor(acc.v[i], m);
+    acc = combine<kKind>(acc, other);
+  }
+}
+
+// Is the element not finite? (Never, for integers.)
+template <class E>
+RECOM_FN bool non_finite(E x) {
+  if constexpr (kIsHalf<E>) {
+    return !ops::IsFinite::of(widen(x));
+  } else if constexpr (kIsFloat<E>) {
+    return !ops::IsFinite::of(x);
+  } else {
+    return false;
+  }
+}
+// Whether a table holds anything that is not finite; the whole block asks.
+template <class E>
+RECOM_FN bool block_non_finite(const E* table, i64 rows, i64 row_stride, i64 width) {
+  bool bad = false;
+  for (i64 k = threadIdx.x; k < rows * width; k += kThreads) {
+    bad |= non_finite(load_one(table + k / width * row_stride + k % width));
+  }
+  return __syncthreads_or(bad) != 0;
+}
+template <class T>
+RECOM_FN T quiet_nan() {
+  if constexpr (sizeof(T) == 4) {
+    return from_bits(0x7fc00000u);
+  } else {
+    return from_bits(u64{0x7ff8000000000000ull});
+  }
+}
+// What a dense product with a one-hot matrix makes of rows that were not selected: 0 * inf and 0 * NaN are NaN.
+// `selected(r)` says whether row r was selected. -0 becomes +0 as in a dot.
+template <class E, class T, int N, class F>
+RECOM_FN void one_hot_finish(Row<T, N>& acc, const E* table, i64 rows, i64 row_stride, i64 feature, bool dirty,
+                             const F& selected) {
+  if constexpr (kIsFloat<T>) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) acc.v[i] = acc.v[i] + T(0);
+    if (!dirty) return;
+    for (i64 r = 0; r < rows; ++r) {
+      const Row<E, N> row = load_vector<E, N>(table + r * row_stride + feature);
+      bool any = false;
+#pragma unroll
+      for (int i = 0; i < N; ++i) any |= non_finite(row.v[i]);
+      if (!any || selected(r)) continue;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (non_finite(row.v[i])) acc.v[i] = quiet_nan<T>();
+      }
+    }
+  }
+}
+
+}  // namespace recom_cuda
+
+#endif  // RECOM_JAX_CUDA_ROWS_CUH_

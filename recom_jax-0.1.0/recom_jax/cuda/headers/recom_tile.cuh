@@ -1,0 +1,64 @@
+// Which part of a tile a thread works on.
+
+#ifndef RECOM_JAX_CUDA_TILE_CUH_
+#define RECOM_JAX_CUDA_TILE_CUH_
+
+#include "recom_rows.cuh"
+#include "recom_search.cuh"
+
+namespace recom_cuda {
+
+// A thread keeps its lane, slice and column; its bag moves by `step` each pass. Threads behind the last whole
+// bag, and bags behind the tile's end, do what the first one does but store nothing, so that whole warps stay
+// together for shuffles and every address is one that some bag really has.
+struct Worker {
+  const i64* words;  // the column's
+  int lane, slice, first, step;
+  bool idle;
+
+  RECOM_FN Worker(const Params& p, const Tile& t, int lanes, int stride) {
+    const int per_bag = lanes * t.slices, per_row = per_bag * t.columns;
+    step = kThreads / per_row;
+    const int at = static_cast<int>(threadIdx.x);
+    idle = at >= step * per_row;
+    first = idle ? 0 : at / per_row;
+    const int in_row = at % per_row;
+    words = p.words + t.words + static_cast<i64>(in_row / per_bag) * stride;
+    slice = in_row % per_bag / lanes;
+    lane = in_row % lanes;
+  }
+  RECOM_FN i64 word(int k) const { return __ldg(words + k); }
+};
+
+template <class T>
+RECOM_FN const T* source(const Params& p, i64 place) {
+  return reinterpret_cast<const T*>(p.buffer[place >> kOffsetBits] + (place & ((i64{1} << kOffsetBits) - 1)));
+}
+template <class T>
+RECOM_FN T* target(const Params& p, i64 place) {
+  return const_cast<T*>(source<T>(p, place));
+}
+
+// Whether n numbers ascend; the whole block asks.
+template <class F>
+RECOM_FN bool block_ascends(const F& f, i64 n) {
+  bool ok = true;
+  for (i64 k = threadIdx.x; k + 1 < n; k += kThreads) ok &= f(k) <= f(k + 1);
+  return __syncthreads_and(ok) != 0;
+}
+
+// The positions of a bag: [splits[bag], splits[bag + 1]), the last one's up to the end; n splits, ascending.
+template <class T>
+RECOM_FN void split_range(const T* splits, i64 n, i64 bag, i32& begin, i32& end) {
+  const i64 total = end;
+  begin = end = 0;
+  if (bag >= n) return;
+  const i64 first = static_cast<i64>(load_one(splits + bag));
+  const i64 last = bag + 1 < n ? static_cast<i64>(load_one(splits + bag + 1)) : total;
+  begin = static_cast<i32>(first < 0 ? 0 : first < total ? first : total);
+  end = static_cast<i32>(last < 0 ? 0 : last < total ? last : total);
+}
+
+}  // namespace recom_cuda
+
+#endif  // RECOM_JAX_CUDA_TILE_CUH_

@@ -1,0 +1,355 @@
+"""Loops over positions: bags of equally many, and jagged ones.
+
+The lanes of a bag share its positions' numbers (ids, masks, weights): each lane computes those of some positions
+of a *round*, and shuffles hand them to all lanes, which read the rows together, kFlight rows on their way at once.
+The next round's ids travel while this round's rows do. Slices of a bag take turns with rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recom_jax.cuda.text import KINDS, TYPES, Text, Unsupported
+from recom_jax.cuda.units import closure, reads, walk, writes
+from recom_jax.program import Instr, Reg
+
+
+class Regions(Text):
+    """Adds REGION and JREGION."""
+
+    def region(self, i: Instr) -> None:
+        """A loop over positions, and the reductions that it feeds."""
+        self.jagged = i.op == "JREGION"
+        self.inner = 0 if self.jagged else len(i.args) - 1
+        body, phase = i.body, _phases(i.body, self.cls.regs)
+        parts = [[b for b, n in zip(body, phase, strict=True) if n == k] for k in range(3)]
+        reductions = [b for b in body if b.op in ("POOL", "ACC")]
+        pools = [b for b in reductions if b.op == "POOL"]
+        # Numbers are accumulated by the lane that computed them, rows by all lanes.
+        counts = [b for b in reductions if b.op == "ACC" and not self.is_row(b.args[1])]
+        parts[2] = [b for b in parts[2] if b not in counts]
+        made = {
+            w: n
+            for b, n in zip(body, phase, strict=True)
+            if (w := writes(b)) is not None and b.op not in ("POOL", "ACC")
+        }
+        numbers = {r for b in (*parts[1], *parts[2]) for r in reads(b) if made.get(r) == 0}
+        whole = any(b.op == "ACC" for b in parts[2])  # rows that count wherever there is a position
+        rows = {r for b in parts[2] for r in reads(b) if made.get(r) == 1}
+        flight = self.schedule.flight if len(parts[1]) + len(pools) <= 2 else 2
+        flight = 1 if self.slow else flight
+        ahead = self.schedule.ahead and not self.slow
+        for b in reductions:
+            self.start(b)
+        self.put("{")
+        self.depth += 1
+        self.bounds(i)
+        self.numbers_of(
+            i, closure(parts[0], numbers | {b.args[2] for b in counts}), numbers, counts
+        )
+        self.put(
+            f"constexpr int kFlight = {flight}, kRound = round_of(kShare, kFlight), kOwn = kRound / kShare;"
+        )
+        self.put("const i32 first = begin + me.slice * kRound;")
+        self.put("if (first < end) {")
+        self.depth += 1
+        self.put("Position now[kOwn], next[kOwn];" if ahead else "Position now[kOwn];")
+        own = "i * kShare + me.lane % kShare"
+        if ahead:
+            self.unrolled("i", "kOwn", f"now[i] = numbers(first + {own});")
+        self.put("for (i32 q0 = first; q0 < end; q0 += kRound * t.slices) {")
+        self.depth += 1
+        if ahead:  # the next round's ids are on their way while this one's rows are
+            self.unrolled("i", "kOwn", f"next[i] = numbers(q0 + kRound * t.slices + {own});")
+        else:
+            self.unrolled("i", "kOwn", f"now[i] = numbers(q0 + {own});")
+        for b in counts:
+            self.unrolled(
+                "i",
+                "kOwn",
+                f"combine_if<{KINDS[b.args[0]]}>(now[i].in, r{b.args[1]}, now[i].r{b.args[2]});",
+            )
+        if parts[1] or parts[2]:
+            self.flights(i, parts, pools, numbers, rows, whole)
+        if ahead:
+            self.unrolled("i", "kOwn", "now[i] = next[i];")
+        for _ in range(2):
+            self.depth -= 1
+            self.put("}")
+        self.finish(i, reductions, counts)
+        self.depth -= 1
+        self.put("}")
+        self.position, self.jagged = "", False
+
+    def start(self, b: Instr) -> None:
+        """Declares a reduction's register."""
+        pool = b.op == "POOL"
+        dst, kind = (b.args[2], b.args[1]) if pool else (b.args[1], b.args[0])
+        init = self.imm(self.cls.regs[dst].dtype, b.args[9 if pool else 3])
+        row = self.is_row(dst)
+        start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'me.slice + me.lane % kShare'})"
+        start = f"spread<kVec>({start})" if row else start
+        self.put(f"{self.type_of(dst)} r{dst} = {start};")
+
+    def unrolled(self, index: str, n: str, line: str) -> None:
+        self.put("#pragma unroll")
+        self.put(f"for (int {index} = 0; {index} < {n}; ++{index}) {line}")
+
+    def flights(
+        self, i: Instr, parts: Sequence[Sequence[Instr]], pools: Sequence[Instr], numbers: set[int],
+        rows: set[int], whole: bool,
+    ) -> None:  # fmt: skip
+        """The rows of a round, kFlight at a time."""
+        self.put("#pragma unroll 1")
+        self.put("for (int g = 0; g < kRound; g += kFlight) {")
+        self.depth += 1
+        self.put("if (q0 + g >= end) break;")
+        for r in sorted(numbers):
+            self.put(f"{self.type_of(r)} r{r}[kFlight];")
+            self.unrolled(
+                "u", "kFlight", f"r{r}[u] = share<kShare>(now[own_of(kShare, u)].r{r}, g + u);"
+            )
+        if whole:
+            self.put("bool in[kFlight];")
+            self.unrolled(
+                "u",
+                "kFlight",
+                "in[u] = q0 + g + u < end && share<kShare>(now[own_of(kShare, u)].in, g + u);",
+            )
+        for r in sorted(rows):
+            self.put(f"{self.type_of(r)} r{r}[kFlight];")
+        for b in pools:
+            dtype = TYPES[self.cls.regs[b.args[2]].dtype]
+            self.put(f"Row<{dtype}, kVec> x{b.args[2]}[kFlight];")
+        self.in_flight = numbers | rows
+        self.put("#pragma unroll")
+        self.put("for (int u = 0; u < kFlight; ++u) {")
+        self.depth += 1
+        self.place(i, any(b.op in ("LOAD", "AFFINE") for b in parts[1]))
+        for b in parts[1]:
+            self.write(b)
+        for b in pools:
+            table, base, stride = self.table(b)
+            k = self.reg(b.args[3])
+            at = table if base == "0" else f"{table} + {base}"
+            dtype = TYPES[self.cls.regs[b.args[2]].dtype]
+            self.put(
+                f"if ({k} >= 0) x{b.args[2]}[u] = fetch<{dtype}, kVec>({at}, {k}, {stride}, f);"
+            )
+        self.depth -= 1
+        self.put("}")
+        self.put("#pragma unroll")
+        self.put("for (int u = 0; u < kFlight; ++u) {")
+        self.depth += 1
+        self.place(i, any(b.op in ("LOAD", "AFFINE") for b in parts[2]))
+        for b in parts[2]:
+            if b.op == "POOL":
+                self.pool(b)
+            elif b.op == "ACC":
+                self.put(
+                    f"combine_if<{KINDS[b.args[0]]}>(in[u], r{b.args[1]}, {self.reg(b.args[2])});"
+                )
+            else:
+                self.write(b)
+        for _ in range(2):
+            self.depth -= 1
+            self.put("}")
+        self.in_flight = set()
+
+    def pool(self, b: Instr) -> None:
+        """Adds a row to its bag."""
+        dst, k = b.args[2], self.reg(b.args[3])
+        weight = f", {self.reg(b.args[4])}" if b.args[4] >= 0 else ""
+        kind = KINDS[b.args[1]]
+
+        def times(row: str) -> str:
+            return f"x_mul({row}{weight})" if weight else row
+
+        self.put(f"if ({k} >= 0) r{dst} = combine<{kind}>(r{dst}, {times(f'x{dst}[u]')});")
+        if self.may_miss(b.args[3]):
+            dtype = self.cls.regs[dst].dtype
+            fill = f"immediate<{TYPES[dtype]}>(0)" if b.args[0] else self.imm(dtype, b.args[8])
+            self.put(
+                f"if ({k} == kMissing) r{dst} = combine<{kind}>(r{dst}, {times(f'spread<kVec>({fill})')});"
+            )
+
+    def may_miss(self, idx: int) -> bool:
+        """Whether a row number may stand for a row that does not exist."""
+        made = {writes(x): x for x in walk(self.u.code)}
+        at = made.get(idx)
+        while at is not None and at.op in ("PREDICATE", "EXPAND"):
+            at = made.get(at.args[1])
+        if at is None or at.op != "INDEX" or at.args[0] != "CLIP":
+            return True
+        return not self.u.constants.get(at.args[3], 0) > 0
+
+    def numbers_of(
+        self, region: Instr, code: Sequence[Instr], numbers: set[int], counts: Sequence[Instr]
+    ) -> None:
+        """What is computed of a position before any row is read, as a function of the position."""
+        self.position = "q"
+        kept = sorted(numbers | {b.args[2] for b in counts})
+        lookups = {b.args[3] for b in region.body if b.op == "POOL"}
+        self.put("struct Position {")
+        self.put(f"  {' '.join(['bool in;', *(f'{self.type_of(r)} r{r};' for r in kept)])}")
+        self.put("};")
+        self.put("const auto numbers = [&](i32 at_q) -> Position {")
+        self.depth += 1
+        self.put("Position now;")
+        self.put(self.inside(region))
+        self.place(region, True, "at_q")
+        for b in code:
+            self.write(b)
+        self.put("now.in = in;")
+        for r in kept:
+            skipped = f"in ? r{r} : static_cast<{self.type_of(r)}>(kSkipped)"
+            self.put(f"now.r{r} = {skipped if r in lookups else f'r{r}'};")
+        self.put("return now;")
+        self.depth -= 1
+        self.put("};")
+
+    def place(self, region: Instr, wanted: bool, at: str = "q0 + g + u") -> None:
+        """Names the position's index: behind the end, the first one's."""
+        self.position = "q"
+        if not wanted:
+            return
+        self.put(f"const i32 q = {at} < end ? {at} : begin;")
+        if not self.jagged and self.inner > 1:
+            self.put("i32 rest_q = q;")
+            for k in range(self.inner - 1, 0, -1):
+                size = self.slot(region.args[1 + k])
+                self.put(f"const i32 q_{k} = rest_q % static_cast<i32>({size});")
+                self.put(f"rest_q /= static_cast<i32>({size});")
+            self.put("const i32 q_0 = rest_q;")
+
+    def inside(self, region: Instr) -> str:
+        match = f" && seg_{region.args[1]}(at_q) == bag" if self.slow else ""
+        return f"const bool in = at_q < end{match};"
+
+    def bounds(self, i: Instr) -> None:
+        if not self.jagged:
+            sizes = [self.slot(s) for s in i.args[1:]]
+            self.put(f"const i32 begin = 0, end = static_cast<i32>({' * '.join(sizes) or '1'});")
+            return
+        total, seg = self.slot(i.args[0]), i.args[1]
+        self.put(f"i32 begin = 0, end = static_cast<i32>({total});")
+        splits = self.splits(i)
+        if self.slow:
+            return
+        if splits is None:
+            self.put(f"begin = lower_bound(seg_{seg}, end, bag);")
+            self.put(f"end = lower_bound(seg_{seg}, end, bag + 1);")
+        else:
+            n = self.slot(splits[2])
+            self.put(f"split_range(splits_{seg}, {n}, bag, begin, end);")
+
+    def finish(self, region: Instr, reductions: Sequence[Instr], counts: Sequence[Instr]) -> None:
+        for b in reductions:
+            dst, kind = (b.args[2], b.args[1]) if b.op == "POOL" else (b.args[1], b.args[0])
+            # Lanes hold features of their own, but parts of a number.
+            first = "1, kShare" if b in counts else ""
+            if first:
+                self.put(f"join_slices<{KINDS[kind]}>(r{dst}, {first});")
+            self.put(f"join_slices<{KINDS[kind]}>(r{dst}, kLanes, t.slices);")
+        for b in reductions:
+            if b.op != "POOL" or not b.args[0]:
+                continue
+            dst = b.args[2]
+            if not self.floating(dst):
+                continue
+            if self.jagged:
+                raise Unsupported("a one-hot product summed over jagged bags")
+            table, base, stride = self.table(b)
+            self.one_hot_index(region, b.args[3], f"index_{dst}")
+            self.put(
+                f"one_hot_finish(r{dst}, {table} + {base}, {self.slot(self.rows_slot(b))}, {stride}, f, dirty_{dst}, "
+                f"[&](i64 row) {{ for (i32 q = 0; q < end; ++q) if (index_{dst}(q) == row) return true; "
+                "return false; });"
+            )
+
+    def lambda_of(self, region: Instr, register: int, name: str) -> None:
+        """A function of the position that computes a number of the region's body."""
+        code = closure(region.body, {register})
+        if any(i.op in ("EXPAND", "TAKE", "POOL", "ACC") for i in code):
+            raise Unsupported("segment ids that depend on bags")
+        kept, self.in_flight = self.in_flight, set()
+        position, self.position, jagged, self.jagged = (
+            self.position,
+            "q",
+            self.jagged,
+            region.op == "JREGION",
+        )
+        self.put(f"const auto {name} = [&](i32 q) -> i64 {{")
+        for i in code:
+            self.put(f"  const {self.type_of(self.dst(i))} r{writes(i)} = {self.value(i)};")
+        self.put(f"  return static_cast<i64>(r{register});")
+        self.put("};")
+        self.in_flight, self.position, self.jagged = kept, position, jagged
+
+    def splits(self, region: Instr) -> tuple[int, int, int] | None:
+        """(buffer, offset, count) of row splits, if segment ids are `searchsorted(splits, position, right) - 1`."""
+        made = {writes(i): i for i in region.body}
+        sub = made.get(region.args[1])
+        if sub is None or sub.op != "BINARY" or sub.args[0] != "sub":
+            return None
+        one, search = made.get(sub.args[3]), made.get(sub.args[2])
+        if one is None or one.op != "CONST" or self.u.constants.get(one.args[1]) != 1:
+            return None
+        while search is not None and search.op == "CONVERT":
+            search = made.get(search.args[1])
+        if search is None or search.op != "SEARCH" or search.args[1] != "RIGHT":
+            return None
+        x = made.get(search.args[3])
+        while (
+            x is not None
+            and x.op == "CONVERT"
+            and self.integer(x.args[0])
+            and self.integer(x.args[1])
+        ):
+            x = made.get(x.args[1])
+        if x is None or x.op != "AFFINE" or not self.integer(x.args[0]):
+            return None
+        if [self.u.constants.get(s) for s in (x.args[1], *x.args[3:])] != [0, 1]:
+            return None
+        if self.u.dtypes[search.args[4]] not in ("int32", "int64", "uint32"):
+            return None
+        return search.args[4], search.args[5], search.args[6]
+
+    def integer(self, r: int) -> bool:
+        return self.cls.regs[r].dtype in ("int32", "int64", "uint32", "uint64")
+
+    def one_hot_index(self, region: Instr, register: int, name: str) -> None:
+        code = closure(region.body, {register})
+        self.position = "q"
+        self.put(f"const auto {name} = [&](i32 q) -> i64 {{")
+        if self.inner > 1:
+            self.put("  i32 rest = q;")
+            for k in range(self.inner - 1, 0, -1):
+                size = self.slot(region.args[1 + k])
+                self.put(f"  const i32 q_{k} = rest % static_cast<i32>({size});")
+                self.put(f"  rest /= static_cast<i32>({size});")
+            self.put("  const i32 q_0 = rest;")
+        for i in code:
+            self.put(f"  const {self.type_of(self.dst(i))} r{writes(i)} = {self.value(i)};")
+        self.put(f"  return r{register};")
+        self.put("};")
+
+
+def _phases(body: Sequence[Instr], regs: Sequence[Reg]) -> list[int]:
+    """0: numbers, 1: rows that are read, 2: what is made of rows, and reductions."""
+    after: set[int] = set()  # registers that exist from phase 2 on
+    found = []
+    for b in body:
+        if b.op in ("POOL", "ACC"):
+            found.append(2)
+            continue
+        if any(r in after for r in reads(b)):
+            phase = 2
+        elif b.op == "TAKE" or (b.op == "LOAD" and regs[b.args[0]].width >= 0):
+            phase = 1
+        else:
+            phase = 0
+        if phase > 0:
+            after.add(int(writes(b) or 0))
+        found.append(phase)
+    return found

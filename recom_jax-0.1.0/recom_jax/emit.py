@@ -1,0 +1,455 @@
+"""Part of stage 5: the code of one column.
+
+Bag space holds one value per bag, pos space one per position of the current region; both hold rows where a
+value depends on the embedding axis. 16-bit floats are held as float32 (a load widens, a store rounds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from recom_jax import ir
+from recom_jax.emit_code import BINARY, UNARY, Code, Space, held
+from recom_jax.errors import EncodeError
+from recom_jax.program import OPERAND, RESULT, ClassDef, Instr
+from recom_jax.shape_solver.dims import DimLike
+
+if TYPE_CHECKING:
+    from recom_jax.schedule import Piece
+
+KINDS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+
+
+class Emitter(Code):
+    """Writes the code of columns, one class and its slot values each."""
+
+    # ---- a column -----------------------------------------------------------------------------------------
+
+    def column(self, pieces: Sequence[Piece]) -> tuple[ClassDef, list[tuple[str, Any]]]:
+        """The code of the pieces (same bags), and the values of its slots."""
+        outer = pieces[0].outer
+        sizes = tuple(self.size(d) for d in outer)
+        self.roots = [p.expr for p in pieces]
+        widths: dict[DimLike, int] = {}
+        for p in pieces:
+            n, has_width = len(outer), p.width is not None
+            bags = Space(
+                "bag",
+                n + has_width,
+                tuple(range(n)),
+                n if has_width else None,
+                frozenset(),
+                self.code,
+            )
+            if p.width is not None:
+                width = self.resolve(p.width)
+                if width not in widths:
+                    widths[width] = self.size(width)
+                self.width = widths[width]
+            self.store(bags, p)
+        return ClassDef(
+            tuple(k for k, _ in self.slots), tuple(self.regs), sizes, tuple(self.code)
+        ), self.slots
+
+    def store(self, bags: Space, p: Piece) -> None:
+        expr, target = p.expr, str(self.outputs[p.result].var.aval.dtype)
+        if (
+            ir.is_16bit(target)
+            and isinstance(expr, ir.Op)
+            and expr.name == "convert"
+            and expr.args[0].dtype == "float32"
+        ):
+            expr = expr.args[0]  # the store rounds
+        src = self.emit(expr, bags)
+        if p.width is not None and self.regs[src].width < 0:
+            wide = self.reg(bags, self.regs[src].dtype, True)
+            self.put(bags, "SELECT", wide, self.constant(bags, "bool", True), src, src)
+            src = wide
+        step = self.size(p.feature_stride)
+        offset = self.size(p.offset)
+        strides = [self.size(s) for s in p.strides]
+        self.put(
+            bags, "STORE", src, self.slot(RESULT, p.result), offset, len(strides), *strides, step
+        )
+
+    # ---- expressions --------------------------------------------------------------------------------------
+
+    def emit(self, e: ir.Expr, s: Space) -> int:
+        """The register that holds `e` in space `s`."""
+        key = (id(e), s.name, id(s.body), self.width if self._row(e, s) else -1)
+        found = self.memo.get(key)
+        if found is None:
+            found = self.memo[key] = self._emit(e, s)
+        return found
+
+    def _row(self, e: ir.Expr, s: Space) -> bool:
+        return s.feature is not None and s.feature in ir.depends(e, self.deps)
+
+    def _emit(self, e: ir.Expr, s: Space) -> int:
+        if s.inner and not isinstance(e, ir.Const) and not ir.depends(e, self.deps) & s.inner:
+            return self._hoist(e, s)
+        if isinstance(e, ir.Const):
+            return self._widen(s, self.constant(s, e.dtype, e.value))
+        if isinstance(e, ir.Load):
+            return self._load(e, s)
+        if isinstance(e, ir.Affine):
+            if self._row(e, s):
+                raise EncodeError("an iota along the embedding axis")
+            dst = self.reg(s, e.dtype, False)
+            self.put(
+                s,
+                "AFFINE",
+                dst,
+                self.size(e.offset),
+                len(s.axes),
+                *(self.size(e.strides[k]) for k in s.axes),
+            )
+            return dst
+        if isinstance(e, ir.Op):
+            return self._op(e, s)
+        if isinstance(e, ir.Search):
+            return self._search(e, s)
+        if isinstance(e, ir.Take):
+            dst = self.reg(s, held(e.dtype), True)
+            self._lookup(s, "TAKE", dst, e, None, None)
+            return dst
+        if isinstance(e, ir.Reduce):
+            self._region(e, s)
+            return self.memo[(id(e), s.name, id(s.body), self.width if self._row(e, s) else -1)]
+        assert isinstance(e, ir.SegReduce)
+        self._jagged(e, s)
+        return self.memo[(id(e), s.name, id(s.body), self.width if self._row(e, s) else -1)]
+
+    def _hoist(self, e: ir.Expr, s: Space) -> int:
+        """A value that no position of the bag changes: computed once per bag, then spread."""
+        outer = len(s.axes) - len(s.inner)
+        rank = outer + (s.feature is not None)
+        bags = Space("bag", rank, s.axes[:outer], s.feature, frozenset(), self.code)
+        inside = self.pool.remap(e, s.rank, lambda st, o: (st[:rank], o))
+        src = self.emit(inside, bags)
+        dst = self.reg(s, self.regs[src].dtype, self.regs[src].width >= 0)
+        self.put(s, "EXPAND", dst, src)
+        return dst
+
+    def _widen(self, s: Space, src: int) -> int:
+        if not ir.is_16bit(self.regs[src].dtype):
+            return src
+        dst = self.reg(s, "float32", self.regs[src].width >= 0)
+        self.put(s, "CONVERT", dst, src)
+        return dst
+
+    def _load(self, e: ir.Load, s: Space) -> int:
+        row = self._row(e, s)
+        dst = self.reg(s, e.dtype, row)
+        axes = [*s.axes, s.feature] if row else list(s.axes)
+        strides = [self.size(e.strides[k]) for k in axes if k is not None]
+        self.put(
+            s,
+            "LOAD",
+            dst,
+            self.slot(OPERAND, self.operand(e.var)),
+            self.size(e.offset),
+            len(strides),
+            *strides,
+        )
+        return self._widen(s, dst)
+
+    def _op(self, e: ir.Op, s: Space) -> int:
+        args = [self.emit(a, s) for a in e.args]
+        row = any(self.regs[a].width >= 0 for a in args)
+        if e.name == "convert":
+            return self._convert(e, s, args[0], row)
+        dst = self.reg(s, held(e.dtype), row)
+        if e.name == "select":
+            self.put(s, "SELECT", dst, *args)
+        elif e.name == "bitcast":
+            self.put(s, "BITCAST", dst, *args)
+        elif e.name in UNARY:
+            self.put(s, "UNARY", e.name, dst, *args)
+        elif e.name in BINARY:
+            self.put(s, "BINARY", e.name, dst, *args)
+        else:
+            raise EncodeError(f"operation {e.name}")
+        return dst
+
+    def _convert(self, e: ir.Op, s: Space, src: int, row: bool) -> int:
+        if ir.is_16bit(e.dtype):
+            if e.args[0].dtype == e.dtype:
+                return src
+            narrow = self.reg(s, e.dtype, row)
+            self.put(s, "CONVERT", narrow, src)
+            return self._widen(s, narrow)
+        if self.regs[src].dtype == e.dtype:
+            return src  # a 16-bit float, already held as float32
+        dst = self.reg(s, e.dtype, row)
+        self.put(s, "CONVERT", dst, src)
+        return dst
+
+    def _search(self, e: ir.Search, s: Space) -> int:
+        x = self.emit(e.x, s)
+        if self.regs[x].width >= 0:
+            raise EncodeError("a search along the embedding axis")
+        dst = self.reg(s, "int32", False)
+        side = {"left": "LEFT", "right": "RIGHT"}[e.side]
+        if e.mode == "uniform":
+            assert e.grid is not None
+            start, step = (self.imm(e.x.dtype, v) for v in e.grid)
+            self.put(s, "SEARCH_UNIFORM", side, dst, x, start, step, self.size(e.count))
+        else:
+            self.put(
+                s,
+                "SEARCH",
+                e.mode.upper(),
+                side,
+                dst,
+                x,
+                self.slot(OPERAND, self.operand(e.var)),
+                self.size(e.offset),
+                self.size(e.count),
+            )
+        return dst
+
+    # ---- lookups and bags ---------------------------------------------------------------------------------
+
+    def index(self, t: ir.Take, s: Space) -> int:
+        """The checked row number of a lookup, shared between lookups in equally many rows."""
+        key = ("index", id(t.idx), t.mode, t.rows, t.row_shift, s.name, id(s.body))
+        found = self.memo.get(key)
+        if found is not None:
+            return found
+        src = self.emit(t.idx, s)
+        if self.regs[src].width >= 0:
+            raise EncodeError("ids that differ along the embedding axis")
+        if self.regs[src].dtype == "bool":
+            wide = self.reg(s, "int32", False)
+            self.put(s, "CONVERT", wide, src)
+            src = wide
+        idx = self.reg(s, "int64", False)
+        self.put(s, "INDEX", t.mode.upper(), idx, src, self.size(t.rows))
+        if any(x != 0 for x in t.row_shift):
+            if t.one_hot:  # its id outside the table says where the table ends, not which table
+                raise EncodeError("a one-hot product with one of several stacked tables")
+            idx = self._shift_rows(t, s, idx)
+        self.memo[key] = idx
+        return idx
+
+    def _shift_rows(self, t: ir.Take, s: Space, idx: int) -> int:
+        shift, total, out, bad = (
+            self.reg(s, d, False) for d in ("int64", "int64", "int64", "bool")
+        )
+        self.put(
+            s,
+            "AFFINE",
+            shift,
+            self.size(0),
+            len(s.axes),
+            *(self.size(t.row_shift[k]) for k in s.axes),
+        )
+        self.put(s, "BINARY", "add", total, idx, shift)
+        self.put(s, "BINARY", "lt", bad, idx, self.constant(s, "int64", 0))
+        self.put(s, "SELECT", out, bad, total, idx)
+        return out
+
+    def _lookup(
+        self,
+        s: Space,
+        op: str,
+        dst: int,
+        t: ir.Take,
+        weight: ir.Expr | None,
+        mask: ir.Expr | None,
+        kind: str = "",
+        init: Any = 0,
+    ) -> None:
+        if s.feature is None or any(v != int(k == s.feature) for k, v in enumerate(t.cols)):
+            raise EncodeError("table rows do not lie along the embedding axis")
+        if t.one_hot and weight is not None:
+            raise EncodeError("a weighted one-hot product")
+        idx = self.index(t, s)
+        if mask is not None:
+            key = ("mask", idx, id(mask), s.name, id(s.body))
+            if key not in self.memo:
+                m = self.emit(mask, s)
+                picked = self.reg(s, "int64", False)
+                self.put(s, "PREDICATE", picked, idx, m)
+                self.memo[key] = picked
+            idx = self.memo[key]
+        flags = int(t.one_hot)
+        where = (
+            self.slot(OPERAND, self.operand(t.table)),
+            self.size(t.base),
+            self.size(t.row_stride),
+        )
+        dtype = self.regs[dst].dtype
+        if op == "TAKE":
+            self.put(s, "TAKE", flags, dst, idx, *where, self.imm(dtype, t.fill))
+        else:
+            w = -1 if weight is None else self.emit(weight, s)
+            self.put(
+                s,
+                "POOL",
+                flags,
+                KINDS[kind],
+                dst,
+                idx,
+                w,
+                *where,
+                self.imm(dtype, t.fill),
+                self.imm(dtype, init),
+            )
+
+    def _pool(
+        self, body: ir.Expr, kind: str, s: Space
+    ) -> tuple[ir.Take, ir.Expr | None, ir.Expr | None] | None:
+        """`body` as a lookup, times at most one weight, under at most one mask; None otherwise."""
+        mask = weight = None
+        if kind == "sum" and isinstance(body, ir.Op) and body.name == "select":
+            pred, on_false, on_true = body.args
+            if isinstance(on_false, ir.Const) and on_false.value == 0 and not self._row(pred, s):
+                mask, body = pred, on_true
+        if kind == "sum" and isinstance(body, ir.Op) and body.name == "mul":
+            for a, b in (body.args, body.args[::-1]):
+                if a.takes and not b.takes and not self._row(b, s):
+                    body, weight = a, b
+                    break
+        if (
+            isinstance(body, ir.Op)
+            and body.name == "convert"
+            and body.dtype == "float32"
+            and ir.is_16bit(body.args[0].dtype)
+        ):
+            body = body.args[0]
+        if not isinstance(body, ir.Take) or (
+            body.one_hot and (weight is not None or mask is not None)
+        ):
+            return None
+        return body, weight, mask
+
+    def _combine(self, e: ir.Reduce | ir.SegReduce, body: ir.Expr, s: Space, bags: Space) -> int:
+        row = self._row(body, s)
+        dst = self.reg(bags, held(e.dtype), row)
+        pooled = self._pool(body, e.kind, s) if row else None
+        if pooled is not None:
+            self._lookup(s, "POOL", dst, *pooled, kind=e.kind, init=e.init)
+            return dst
+        src = self.emit(body, s)
+        if row and self.regs[src].width < 0:
+            raise EncodeError("a bag of values without an embedding axis")
+        self.put(s, "ACC", KINDS[e.kind], dst, src, self.imm(held(e.dtype), e.init))
+        return dst
+
+    def _siblings(self, e: ir.Expr, same: Callable[[Any], bool]) -> list[Any]:
+        """`e` and the other reductions of this column that one pass over the same positions can serve."""
+        seen: set[int] = set()
+        found: list[Any] = [e]
+
+        def look(x: ir.Expr) -> None:
+            if id(x) in seen:
+                return
+            seen.add(id(x))
+            if isinstance(x, (ir.Reduce, ir.SegReduce)):
+                if (
+                    x is not e
+                    and same(x)
+                    and not any(
+                        isinstance(y, (ir.Reduce, ir.SegReduce))
+                        for c in x.children
+                        for y in ir.walk(c)
+                    )
+                ):
+                    found.append(x)
+                return
+            for c in x.children:
+                look(c)
+
+        for root in self.roots:
+            look(root)
+        return found
+
+    def _done(self, e: ir.Expr, s: Space) -> bool:
+        return (id(e), s.name, id(s.body), self.width if self._row(e, s) else -1) in self.memo
+
+    def _region(self, e: ir.Reduce, s: Space) -> None:
+        if s.inner or s.name == "pos":
+            raise EncodeError("a reduction inside a reduction")
+        n = len(s.axes)
+        k = len(e.sizes)
+        rank = s.rank + k
+        body: list[Instr] = []
+        self.bodies.append(body)
+        inner = tuple(range(s.rank, rank))
+        space = Space("pos", rank, (*s.axes, *inner), s.feature, frozenset(inner), body)
+        sizes = [self.size(d) for d in e.sizes]
+        key = tuple(self.resolve(d) for d in e.sizes)
+        nested = any(isinstance(y, (ir.Reduce, ir.SegReduce)) for y in ir.walk(e.arg))
+        group = (
+            [e]
+            if nested
+            else self._siblings(
+                e,
+                lambda x: (
+                    isinstance(x, ir.Reduce) and tuple(self.resolve(d) for d in x.sizes) == key
+                ),
+            )
+        )
+        for x in group:
+            if self._done(x, s) or (x is not e and self._other_width(x)):
+                continue
+            self.memo[(id(x), s.name, id(s.body), self.width if self._row(x, s) else -1)] = (
+                self._combine(x, x.arg, space, s)
+            )
+        assert n == len(s.axes)
+        s.body.append(Instr("REGION", (len(sizes), *sizes), tuple(body)))
+
+    def _other_width(self, x: ir.Expr) -> bool:
+        """Whether another piece of the column, of another width, is what reads `x`: it makes its own pass."""
+        return len(self.roots) > 1 and bool(x.takes)
+
+    def _jagged(self, e: ir.SegReduce, s: Space) -> None:
+        if s.name == "pos" or len(s.axes) != 1:
+            raise EncodeError("a jagged bag inside another bag")
+        if e.bag_offset != 0 or any(self.resolve(v) != int(k == 0) for k, v in enumerate(e.bag)):
+            raise EncodeError("a slice of jagged bags")
+        body: list[Instr] = []
+        self.bodies.append(body)
+        rank = 2 if s.feature is not None else 1
+        space = Space("pos", rank, (0,), 1 if rank == 2 else None, frozenset(), body)
+        total = self.size(e.total)
+        seg_expr, key = e.seg, self.resolve(e.total)
+        group = self._siblings(
+            e,
+            lambda x: (
+                isinstance(x, ir.SegReduce)
+                and self._same_seg(x, e)
+                and self.resolve(x.total) == key
+                and x.bag_offset == 0
+                and all(self.resolve(v) == int(k == 0) for k, v in enumerate(x.bag))
+            ),
+        )
+        seg = self.emit(self._as_rank(seg_expr, rank), space)
+        for x in group:
+            if self._done(x, s) or (x is not e and self._other_width(x)):
+                continue
+            if any(v != 0 for v in x.feature) and any(
+                self.resolve(v) != int(k == s.feature) for k, v in enumerate(x.feature)
+            ):
+                raise EncodeError("a jagged bag whose rows do not lie along the embedding axis")
+            self.memo[(id(x), s.name, id(s.body), self.width if self._row(x, s) else -1)] = (
+                self._combine(x, self._as_rank(x.data, rank), space, s)
+            )
+        s.body.append(Instr("JREGION", (total, seg), tuple(body)))
+
+    def _same_seg(self, x: ir.SegReduce, e: ir.SegReduce) -> bool:
+        return self._as_rank(x.seg, 2) is self._as_rank(e.seg, 2)
+
+    def _as_rank(self, e: ir.Expr, rank: int) -> ir.Expr:
+        """An expression over (position) or (position, feature), as one of the other rank."""
+        have = ir.rank_of(e)
+        if have is None or have == rank:
+            return e
+        if have == 1:
+            return self.pool.remap(e, 1, lambda s, o: ((s[0], 0), o))
+        if 1 in ir.depends(e, self.deps):
+            raise EncodeError("a jagged bag of rows where numbers are needed")
+        return self.pool.remap(e, 2, lambda s, o: ((s[0],), o))

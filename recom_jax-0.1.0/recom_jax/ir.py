@@ -1,0 +1,491 @@
+"""The intermediate representation, level one: expressions over an index space.
+
+An `Expr` is a function from an index vector to a scalar. It has no shape of its own: the variable it stands
+for has one. Arrays are read through affine views (offset + sum of index * stride, in elements of a row-major
+operand), so slices, transposes, broadcasts and most reshapes vanish into strides. A lookup is one more leaf:
+its address is affine too, except for the row. Sizes are `shape_solver` dims: ints or polynomials in symbols.
+
+Expressions are interned by a `Pool`: equal expressions are the same object, so common subexpressions are shared
+across all columns of a model. They print themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+from recom_jax.shape_solver.dims import DimLike
+
+E = TypeVar("E", bound="Expr")
+
+Strides = tuple[DimLike, ...]
+# (strides, offset) -> (strides, offset) in another index space; raises NotAffine.
+Remap = Callable[[Strides, DimLike], tuple[Strides, DimLike]]
+
+
+class NotAffine(Exception):
+    """A view that offset + sum(index * stride) cannot express; the value is then left to XLA."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Expr:
+    """Base: ``dtype`` is a numpy dtype name. Equality is identity (interned).
+
+    Attributes:
+      exact: every element equals, bit for bit, what XLA computes for it in any context.
+      arith: the value is the direct result of float arithmetic, so that XLA may contract it with a
+        following add (see `detect_rules`).
+      takes: number of lookups inside (0 for plain id arithmetic).
+    """
+
+    dtype: str
+    exact: bool
+    arith: bool
+    takes: int
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Load(Expr):
+    """An element of an operand: `var` is a jaxpr variable."""
+
+    var: Any
+    offset: DimLike
+    strides: Strides
+
+    def __str__(self) -> str:
+        return f"{name_of(self.var)}{_view(self.offset, self.strides)}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Affine(Expr):
+    """An integer affine in the index: iota and arange."""
+
+    offset: DimLike
+    strides: Strides
+
+    def __str__(self) -> str:
+        return f"iota{_view(self.offset, self.strides)}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Const(Expr):
+    """A scalar; `value` is a Python bool, int or float (NaN is kept as its bits by the encoder)."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.value!r}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Op(Expr):
+    """An elementwise operation: `name` as in docs/program_format.md, or "select", "convert", "bitcast"."""
+
+    name: str
+    args: tuple[Expr, ...]
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return self.args
+
+    def __str__(self) -> str:
+        name = f"{self.name}<{self.dtype}>" if self.name in ("convert", "bitcast") else self.name
+        return f"{name}({', '.join(map(str, self.args))})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Search(Expr):
+    """The index of `x` among boundaries: a constant array, an operand's view, or a proven uniform grid.
+
+    Attributes:
+      mode: "scan" (exact probe sequence), "compare_all", "sorted" (proven) or "uniform" (proven).
+      grid: (start, step) for "uniform".
+    """
+
+    x: Expr
+    var: Any
+    offset: DimLike
+    count: DimLike
+    side: str
+    mode: str
+    grid: tuple[float, float] | None
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.x,)
+
+    def __str__(self) -> str:
+        what = f"{self.grid[0]}+k*{self.grid[1]}" if self.grid else name_of(self.var)
+        return f"search.{self.mode}.{self.side}({self.x}, {what}, n={self.count})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Take(Expr):
+    """A table lookup: element ``row * row_stride + sum(index * cols) + base`` of a table.
+
+    Attributes:
+      idx: the row as the program computes it, an integer expression in the same index space.
+      rows: how many rows `idx` may address; row_index adds ``sum(index * row_shift)`` rows (stacked tables).
+      mode: "clip" or "fill" (out-of-range rows give `fill`).
+      one_hot: stands for ``one_hot(idx) @ table`` (NaN and inf anywhere in the table matter).
+    """
+
+    table: Any
+    idx: Expr
+    rows: int
+    row_stride: int
+    base: int
+    cols: Strides
+    row_shift: Strides
+    mode: str
+    fill: Any
+    one_hot: bool
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.idx,)
+
+    def __str__(self) -> str:
+        how = self.mode if self.mode == "clip" else f"fill {self.fill}"
+        shift = "" if not any(self.row_shift) else f" + {_view(0, self.row_shift)}"
+        hot = ", one_hot" if self.one_hot else ""
+        return f"{name_of(self.table)}[{self.idx}{shift}; {how}{hot}]{_view(self.base, self.cols)}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Reduce(Expr):
+    """`kind` ("sum", "max", "min") of `arg` over its trailing axes of `sizes`, starting from `init`."""
+
+    kind: str
+    arg: Expr
+    sizes: tuple[DimLike, ...]
+    init: Any
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.arg,)
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{'*'.join(map(str, self.sizes))}]({self.arg})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class SegReduce(Expr):
+    """A jagged bag: `kind` over the positions p < total with ``seg(p) == sum(index * bag)``.
+
+    `data` and `seg` live in the index space (position, feature): `feature` says which outer index the
+    second axis is.
+    """
+
+    kind: str
+    data: Expr
+    seg: Expr
+    total: DimLike
+    bag: Strides
+    bag_offset: DimLike
+    feature: Strides
+    init: Any
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.data, self.seg)
+
+    def __str__(self) -> str:
+        return f"segment_{self.kind}({self.data}, {self.seg}, n={self.total}){_view(self.bag_offset, self.bag)}"
+
+
+_NUMBERS: contextvars.ContextVar[dict[int, tuple[int, Any]] | None] = contextvars.ContextVar(
+    "recom_jax_numbers", default=None
+)
+
+
+@contextlib.contextmanager
+def numbered() -> Iterator[None]:
+    """Inside, variables print as %0, %1, ... in the order they are first printed.
+
+    Outside they print as a part of their address, which the next process, or variable, may have again.
+    """
+    token = _NUMBERS.set({})
+    try:
+        yield
+    finally:
+        _NUMBERS.reset(token)
+
+
+def name_of(var: Any) -> str:
+    """A printable name of a jaxpr variable (see `numbered`)."""
+    if isinstance(var, (str, int)):
+        return f"%{var}"
+    numbers = _NUMBERS.get()
+    if numbers is None:
+        return f"%{id(var) & 0xFFFFFFFF:08x}"
+    # The variable is kept, so that its id stays its own.
+    return f"%{numbers.setdefault(id(var), (len(numbers), var))[0]}"
+
+
+def _view(offset: DimLike, strides: Strides) -> str:
+    return f"({offset};{','.join(map(str, strides))})"
+
+
+class Pool:
+    """Interns expressions: the same fields give the same object."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Expr] = {}
+        # id of a Take -> serial numbers of the reads it stands for (equal reads are one Take).
+        self.origins: dict[int, set[int]] = {}
+        # id of an expression -> names of the rewrites that detection made it by.
+        self.notes: dict[int, tuple[str, ...]] = {}
+
+    def note(self, e: Expr, names: tuple[str, ...]) -> None:
+        self.notes[id(e)] = tuple(dict.fromkeys((*self.notes.get(id(e), ()), *names)))
+
+    def _intern(self, kind: type[E], key: tuple[Any, ...], *fields: Any) -> E:
+        key = (kind, *key)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = kind(*fields)
+        return cast(E, found)
+
+    def load(self, var: Any, dtype: str, offset: DimLike, strides: Strides) -> Load:
+        return self._intern(
+            Load, (id(var), offset, strides), dtype, True, False, 0, var, offset, strides
+        )
+
+    def affine(self, dtype: str, offset: DimLike, strides: Strides) -> Affine:
+        return self._intern(
+            Affine, (dtype, offset, strides), dtype, True, False, 0, offset, strides
+        )
+
+    def const(self, dtype: str, value: Any) -> Const:
+        return self._intern(Const, (dtype, type(value), repr(value)), dtype, True, False, 0, value)
+
+    def op(self, name: str, dtype: str, *args: Expr, exact: bool = True, arith: bool = False) -> Op:
+        exact = exact and all(a.exact for a in args)
+        key = (name, dtype, tuple(map(id, args)), exact, arith)
+        return self._intern(Op, key, dtype, exact, arith, sum(a.takes for a in args), name, args)
+
+    def search(
+        self,
+        dtype: str,
+        x: Expr,
+        var: Any,
+        offset: DimLike,
+        count: DimLike,
+        side: str,
+        mode: str,
+        grid: tuple[float, float] | None = None,
+    ) -> Search:
+        key = (dtype, id(x), id(var), offset, count, side, mode, grid)
+        return self._intern(
+            Search, key, dtype, x.exact, False, x.takes, x, var, offset, count, side, mode, grid
+        )
+
+    def take(
+        self,
+        table: Any,
+        dtype: str,
+        *,
+        idx: Expr,
+        rows: int,
+        row_stride: int,
+        base: int,
+        cols: Strides,
+        row_shift: Strides,
+        mode: str,
+        fill: Any,
+        one_hot: bool = False,
+    ) -> Take:
+        fields = (rows, row_stride, base, cols, row_shift, mode)
+        key = (id(table), id(idx), *fields, repr(fill), one_hot)
+        return self._intern(
+            Take, key, dtype, idx.exact, False, idx.takes + 1, table, idx, *fields, fill, one_hot
+        )
+
+    def retake(self, e: Take, **changes: Any) -> Take:
+        """A lookup changed in some fields; it still stands for the same reads."""
+        fields: dict[str, Any] = {k: getattr(e, k) for k in Take.__slots__ if k != "table"}
+        new = self.take(e.table, e.dtype, **{**fields, **changes})
+        if new is not e:
+            self.origins.setdefault(id(new), set()).update(self.origins.get(id(e), ()))
+        return new
+
+    def reduce(self, kind: str, arg: Expr, sizes: tuple[DimLike, ...], init: Any) -> Reduce:
+        exact = arg.exact and (kind != "sum" or not is_float(arg.dtype))
+        return self._intern(
+            Reduce,
+            (kind, id(arg), sizes, repr(init)),
+            arg.dtype,
+            exact,
+            False,
+            arg.takes,
+            kind,
+            arg,
+            sizes,
+            init,
+        )
+
+    def seg_reduce(
+        self,
+        kind: str,
+        dtype: str,
+        data: Expr,
+        seg: Expr,
+        total: DimLike,
+        bag: Strides,
+        bag_offset: DimLike,
+        feature: Strides,
+        init: Any,
+    ) -> SegReduce:
+        exact = data.exact and seg.exact and (kind != "sum" or not is_float(dtype))
+        key = (kind, dtype, id(data), id(seg), total, bag, bag_offset, feature, repr(init))
+        return self._intern(
+            SegReduce,
+            key,
+            dtype,
+            exact,
+            False,
+            data.takes + seg.takes,
+            kind,
+            data,
+            seg,
+            total,
+            bag,
+            bag_offset,
+            feature,
+            init,
+        )
+
+    def with_children(self, e: Expr, new: Sequence[Expr]) -> Expr:
+        """`e` with other children; flags are recomputed."""
+        if all(a is b for a, b in zip(e.children, new, strict=True)):
+            return e
+        if isinstance(e, Op):
+            return self.op(e.name, e.dtype, *new, exact=e.exact, arith=e.arith)
+        if isinstance(e, Search):
+            return self.search(e.dtype, new[0], e.var, e.offset, e.count, e.side, e.mode, e.grid)
+        if isinstance(e, Take):
+            return self.retake(e, idx=new[0])
+        if isinstance(e, Reduce):
+            return self.reduce(e.kind, new[0], e.sizes, e.init)
+        assert isinstance(e, SegReduce)
+        return self.seg_reduce(
+            e.kind, e.dtype, new[0], new[1], e.total, e.bag, e.bag_offset, e.feature, e.init
+        )
+
+    def remap(
+        self, e: Expr, rank: int, f: Remap, memo: dict[tuple[int, int], Expr] | None = None
+    ) -> Expr:
+        """`e` in another index space: `f` rewrites the first `rank` strides of every view inside.
+
+        Axes behind `rank` (those a surrounding `Reduce` runs over) stay, last.
+        """
+        memo = {} if memo is None else memo
+        found = memo.get((id(e), rank))
+        if found is not None:
+            return found
+        new: Expr
+        if isinstance(e, Const):
+            new = e
+        elif isinstance(e, (Load, Affine)):
+            strides, offset = f(e.strides[:rank], e.offset)
+            strides = (*strides, *e.strides[rank:])
+            new = (
+                self.load(e.var, e.dtype, offset, strides)
+                if isinstance(e, Load)
+                else self.affine(e.dtype, offset, strides)
+            )
+        elif isinstance(e, Take):
+            idx = self.remap(e.idx, rank, f, memo)
+            cols, base = f(e.cols[:rank], e.base)
+            shift, extra = f(e.row_shift[:rank], 0)
+            if not isinstance(base, int) or extra != 0:
+                raise NotAffine("a slice of a table's columns at a symbolic offset")
+            new = self.retake(
+                e,
+                idx=idx,
+                base=base,
+                cols=(*cols, *e.cols[rank:]),
+                row_shift=(*shift, *e.row_shift[rank:]),
+            )
+        elif isinstance(e, SegReduce):
+            bag, bag_offset = f(e.bag, e.bag_offset)
+            feature, extra = f(e.feature, 0)
+            if extra != 0:
+                raise NotAffine("a slice of a jagged bag's features")
+            new = self.seg_reduce(
+                e.kind, e.dtype, e.data, e.seg, e.total, bag, bag_offset, feature, e.init
+            )
+        else:
+            new = self.with_children(e, [self.remap(c, rank, f, memo) for c in e.children])
+        if id(e) in self.notes and new is not e:
+            self.note(new, self.notes[id(e)])
+        memo[(id(e), rank)] = new
+        return new
+
+
+def is_float(dtype: str) -> bool:
+    return dtype in ("float32", "float64", "float16", "bfloat16")
+
+
+def is_16bit(dtype: str) -> bool:
+    return dtype in ("float16", "bfloat16")
+
+
+def walk(e: Expr, seen: set[int] | None = None) -> Iterator[Expr]:
+    """Every distinct node of an expression, children first."""
+    seen = set() if seen is None else seen
+    if id(e) in seen:
+        return
+    seen.add(id(e))
+    for c in e.children:
+        yield from walk(c, seen)
+    yield e
+
+
+def depends(e: Expr, memo: dict[int, frozenset[int]]) -> frozenset[int]:
+    """The axes an expression's value depends on."""
+    found = memo.get(id(e))
+    if found is not None:
+        return found
+    if isinstance(e, (Load, Affine)):
+        found = frozenset(k for k, s in enumerate(e.strides) if s != 0)
+    elif isinstance(e, Take):
+        found = depends(e.idx, memo) | {k for k, s in enumerate(e.cols) if s != 0}
+        found |= {k for k, s in enumerate(e.row_shift) if s != 0}
+    elif isinstance(e, SegReduce):
+        found = frozenset(k for s in (e.bag, e.feature) for k, v in enumerate(s) if v != 0)
+    elif isinstance(e, Reduce):
+        inner = depends(e.arg, memo)
+        rank = rank_of(e.arg)
+        found = frozenset(k for k in inner if rank is None or k < rank - len(e.sizes))
+    else:
+        found = (
+            frozenset().union(*(depends(c, memo) for c in e.children))
+            if e.children
+            else frozenset()
+        )
+    memo[id(e)] = found
+    return found
+
+
+def rank_of(e: Expr) -> int | None:
+    """The rank of the index space, None for a constant (which fits any)."""
+    if isinstance(e, (Load, Affine)):
+        return len(e.strides)
+    if isinstance(e, Take):
+        return len(e.cols)
+    if isinstance(e, SegReduce):
+        return len(e.bag)
+    for c in e.children:
+        rank = rank_of(c)
+        if rank is not None:
+            return rank - len(e.sizes) if isinstance(e, Reduce) else rank
+    return None

@@ -1,0 +1,140 @@
+"""The options, and the only place that reads environment variables.
+
+``RECOM_DUMP_DIR``  folder that receives each stage's printed form, one file a stage (default: none)
+``RECOM_VERIFY``    1: run the IR verifier after each pass (default: 0; the test-suite sets 1)
+``RECOM_DISABLE``   comma-separated names of rewrites to leave out, as `Options.disable`
+``RECOM_CACHE_DIR`` folder of compiled code (default: recom_jax in the user's cache folder); 0 or off: none
+``RECOM_CACHE_BYTES``  how large that folder may grow (default: 268435456, 256 MiB)
+``CUDA_HOME``, ``CUDA_PATH``  folder of a CUDA toolkit whose NVRTC is used if no installed package has one
+
+Others have no option: the interpreter reads ``RECOM_CPU_ISA``, the tests two more (docs/options.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+
+from recom_jax.errors import OptionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `recom_jax.optimize` may do. Frozen and hashable: it is part of every cache key.
+
+    Attributes:
+      fast_ids: fuse ids that pass through log, exp, pow or chained float arithmetic as well; their value
+        may then differ from XLA's in the last bit, so an id may differ (default False: XLA computes them).
+      disable: names of rewrites to leave out (``recom_jax.simplify.NAMES`` lists them), for ablation and
+        debugging; results stay right.
+      small_table_bytes: `bind` copies tables up to this size (bytes) into one arena; larger ones are passed
+        as they are, at no memory cost.
+      ring_slots: staging slots `bind` keeps per batch signature; leases block when all are taken.
+      lease_timeout_s: seconds a lease waits for a free slot before `LeaseError`.
+      verify: run the IR verifier after each pass; None reads ``RECOM_VERIFY``.
+      dump_dir: folder for stage dumps; None reads ``RECOM_DUMP_DIR``.
+      cache_dir: folder of compiled code, "0" or "off" for none; None reads ``RECOM_CACHE_DIR``.
+      cache_bytes: how large that folder may grow; None reads ``RECOM_CACHE_BYTES``.
+    """
+
+    fast_ids: bool = False
+    disable: tuple[str, ...] = ()
+    small_table_bytes: int = 1 << 20
+    ring_slots: int = 8
+    lease_timeout_s: float = 60.0
+    verify: bool | None = None
+    dump_dir: str | None = None
+    cache_dir: str | None = None
+    cache_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        from recom_jax.simplify import NAMES
+
+        if isinstance(self.disable, str):
+            raise OptionError(
+                f"Options.disable is a tuple of names, not the string {self.disable!r}"
+            )
+        object.__setattr__(self, "disable", tuple(self.disable))
+        for name in self.disable:
+            if name not in NAMES:
+                raise OptionError(
+                    f"Options.disable: no rewrite is named {name!r}; there are {sorted(NAMES)}"
+                )
+        if self.ring_slots < 1:
+            raise OptionError(f"Options.ring_slots is at least 1, not {self.ring_slots}")
+        if self.small_table_bytes < 0:
+            raise OptionError(
+                f"Options.small_table_bytes is at least 0, not {self.small_table_bytes}"
+            )
+        if self.cache_bytes is not None and self.cache_bytes < 0:
+            raise OptionError(f"Options.cache_bytes is at least 0, not {self.cache_bytes}")
+
+    @property
+    def verifies(self) -> bool:
+        return _flag("RECOM_VERIFY") if self.verify is None else self.verify
+
+    @property
+    def dumps_to(self) -> pathlib.Path | None:
+        path = self.dump_dir or os.environ.get("RECOM_DUMP_DIR")
+        return pathlib.Path(path) if path else None
+
+    @property
+    def caches_in(self) -> pathlib.Path | None:
+        path = self.cache_dir or os.environ.get("RECOM_CACHE_DIR") or _user_cache()
+        return pathlib.Path(path) if path and path.lower() not in ("0", "off") else None
+
+    @property
+    def cache_limit(self) -> int:
+        if self.cache_bytes is not None:
+            return self.cache_bytes
+        text = os.environ.get("RECOM_CACHE_BYTES") or str(1 << 28)
+        if not text.isdecimal():
+            raise OptionError(f"RECOM_CACHE_BYTES is a number of bytes, not {text!r}")
+        return int(text)
+
+    @property
+    def disabled(self) -> frozenset[str]:
+        names = os.environ.get("RECOM_DISABLE", "")
+        return frozenset(self.disable) | {n.strip() for n in names.split(",") if n.strip()}
+
+
+VARIABLES = (
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "RECOM_CACHE_BYTES",
+    "RECOM_CACHE_DIR",
+    "RECOM_CPU_ISA",
+    "RECOM_DISABLE",
+    "RECOM_DUMP_DIR",
+    "RECOM_HYPOTHESIS",
+    "RECOM_SAMPLES",
+    "RECOM_VERIFY",
+    "XDG_CACHE_HOME",
+)
+"""Every environment variable that the package, its interpreter or its tests read; docs/options.md describes them."""
+
+
+def environment() -> dict[str, str]:
+    """The variables of `VARIABLES` that are set, and those that look like ours and are not."""
+    return {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES or k.startswith("RECOM_")}
+
+
+def cuda_homes() -> list[pathlib.Path]:
+    """Folders of CUDA toolkits that the environment names."""
+    return [pathlib.Path(p) for n in ("CUDA_HOME", "CUDA_PATH") if (p := os.environ.get(n))]
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "0")
+    if value not in ("0", "1", ""):
+        raise OptionError(f"{name} is 0 or 1, not {value!r}")
+    return value == "1"
+
+
+def _user_cache() -> str | None:
+    """recom_jax in the user's cache folder; None for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # relative ones are to be ignored, says the XDG specification
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "recom_jax") if os.path.isabs(base) else None

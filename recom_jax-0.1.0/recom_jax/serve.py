@@ -1,0 +1,442 @@
+"""The serving path: bound tables, packed inputs, leases.
+
+Handing XLA thousands of arrays costs more than computing with them. `Server` fixes the leading arguments, packs
+small tables into one arena once, and gathers a batch's numpy leaves into one staging buffer per call, so that a
+call hands over a few operands. Weights are swapped atomically; calls in flight keep the ones they started with.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
+
+import jax
+import numpy as np
+
+from recom_jax import _recom, compat, operands, pack, pipeline
+from recom_jax.bound import MismatchError, Plan, direct_mismatch, x64
+from recom_jax.errors import (
+    BatchError,
+    BatchTypeError,
+    BindError,
+    BindTypeError,
+    LeaseError,
+    RecomError,
+    trace_error,
+)
+from recom_jax.options import Options
+from recom_jax.pack import LeafSpec
+from recom_jax.serve_batch import (
+    Given,
+    batch_axes,
+    concrete,
+    first_shape,
+    given,
+)
+from recom_jax.serve_core import BindCost, Core, FlatBatch, Weights
+from recom_jax.signature import Signature, leaf_fault
+
+_PAGE = 4096
+
+
+class Server:
+    """A function with its leading arguments bound: ``serve(batch)``. Made by `OptimizedFunction.bind`.
+
+    Thread-safe. The bound arrays must stay alive: if they are donated elsewhere, calls raise DeletedError.
+
+    Inside a trace the bound arrays enter as operands, never as constants. A server is a pytree of its arrays, so it
+    can be an argument too: ``jax.jit(lambda serve, batch: serve(batch))(serve, batch)``.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        signature: Signature,
+        options: Options,
+        leading: Sequence[Any],
+        name: str,
+    ) -> None:
+        if signature.parameters is not None:
+            try:
+                signature.parameters.bind_partial(*leading)
+            except TypeError as why:
+                raise BindTypeError(f"bind: {name}{signature.parameters}: {why}") from None
+        self.__name__ = name
+        self._core = Core(fn, signature, options, name, leading)
+        leaves = self._core.own(jax.tree_util.tree_leaves(self._core.dynamic(leading)))
+        self._core.specs = tuple(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in leaves
+        )
+        self._weights = Weights(
+            leaves, {}, traced=any(isinstance(x, jax.core.Tracer) for x in leaves)
+        )
+        self._lock = threading.RLock()
+        self._operands: dict[Any, operands.Operand] = {}
+
+    # ---- weights ------------------------------------------------------------------------------------------
+
+    def update(self, *leading: Any) -> None:
+        """Swaps the bound arguments. Calls that have begun keep the old ones; nothing is recompiled.
+
+        Jitted functions that close over this server use the new ones from their next call on.
+
+        Raises:
+          BindError: structure, shape or dtype differ from what was bound (nothing has changed then).
+        """
+        core = self._core
+        if len(leading) != core.n_leading:
+            raise BindTypeError(
+                f"update takes the {core.n_leading} bound arguments of {self.__name__}, "
+                f"not {len(leading)}"
+            )
+        for k, value in core.static.items():
+            if leading[k] != value:
+                raise BindError(
+                    f"update: static argument {core.signature.parameter(k)} was bound as {value!r}; "
+                    "bind again to change it"
+                )
+        leaves, tree = jax.tree_util.tree_flatten(core.dynamic(leading))
+        if cast(Any, tree) != core.tree:
+            raise BindError(
+                f"update: the arguments' structure differs from what was bound: {tree}, not {core.tree}"
+            )
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            raise BindError(
+                "update inside a trace would leak traced arrays into the server; bind there instead: "
+                "model.bind(params)(batch)"
+            )
+        new = self._core.own(leaves)
+        for name, old, now in zip(core.names, core.specs, new, strict=True):
+            if old.shape != now.shape or old.dtype != now.dtype:
+                raise BindError(
+                    f"update: {name} is {now.dtype}{list(now.shape)}, "
+                    f"bound was {old.dtype}{list(old.shape)}"
+                )
+        with self._lock:
+            arenas = {key: self._core.pack_tables(new, key) for key in self._weights.arenas}
+            self._weights = Weights(new, arenas)
+        pipeline.count("weight_updates")
+
+    def _arena(self, weights: Weights, which: tuple[int, ...]) -> Any:
+        """The packed tables of a version of the weights, made at first use."""
+        found = weights.arenas.get(which)
+        if found is None:
+            with self._lock:
+                found = weights.arenas.get(which)
+                if found is None:
+                    found = weights.arenas[which] = self._core.pack_tables(weights.leaves, which)
+        return found
+
+    def _bound(self, plan: Plan) -> list[Any]:
+        """The leading operands of a plan: the arena, and arrays that are not in it."""
+        weights = self._weights
+        found = weights.ready.get(plan)
+        if found is None:
+            if plan.arena_leaves:
+                with self._lock:  # so that an update either sees the arena or comes first
+                    weights = self._weights
+                    self._arena(weights, plan.arena_leaves)
+            found = [self._arena(weights, plan.arena_leaves)] if plan.arena_leaves else []
+            found += [weights.leaves[k] for k in plan.direct_bound]
+            weights.ready[plan] = found
+        return found
+
+    # ---- calls --------------------------------------------------------------------------------------------
+
+    def __call__(self, *batch: Any, **kwargs: Any) -> Any:
+        """The function's result for the remaining arguments.
+
+        Raises:
+          BatchError (a ValueError), BatchTypeError (a TypeError): a leaf does not fit, named.
+          LeaseError: the batch is a lease that was served already, or no staging slot came free in time.
+        """
+        if self._weights.traced or compat.tracing():
+            return self._traced(batch, kwargs)
+        core = self._core
+        if len(batch) == 1 and not kwargs and type(batch[0]) is dict:
+            flat = core.flat.get(len(batch[0]))
+            if flat is not None:
+                found = self._call_flat(flat, batch[0])
+                if found is not _MISS:
+                    return found
+        dynamic, named, static = core.split_static(batch, kwargs)
+        leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
+        slot = _recom.lease_among(leaves)
+        if slot is not None:
+            return self._serve_lease(slot, leaves, tree, static)
+        for plan in core.plans.get((len(leaves), first_shape(leaves), x64()), ()):
+            if plan.tree == tree and plan.static == static:
+                found = self._try(plan, leaves)
+                if found is not _MISS:
+                    return found
+        plan = self._core.plan(batch, kwargs)
+        staged = self._stage(plan, leaves)
+        if isinstance(staged, int):
+            raise pack.mismatch(plan.layout, staged, leaves[plan.packed[staged]], plan.packed_names)
+        return self._run(plan, staged, leaves)
+
+    def _call_flat(self, flat: FlatBatch, batch: dict[Any, Any]) -> Any:
+        try:
+            plans = flat.plans[batch[flat.first].shape, x64()]
+            leaves = flat.leaves(batch)
+        except (KeyError, AttributeError, TypeError):
+            return _MISS
+        slot = _recom.lease_among(leaves)
+        if slot is not None:
+            return self._serve_lease(slot, leaves, plans[0].tree, ())
+        for plan in plans:
+            found = self._try(plan, leaves)
+            if found is not _MISS:
+                return found
+        return _MISS
+
+    def _try(self, plan: Plan, leaves: Sequence[Any]) -> Any:
+        staged = self._stage(plan, leaves)
+        if isinstance(staged, int):
+            return _MISS
+        try:
+            return self._run(plan, staged, leaves)
+        except MismatchError:
+            return _MISS
+
+    def _stage(self, plan: Plan, leaves: Sequence[Any]) -> Any:
+        """The staging array, None if nothing is staged, or the index of a packed leaf that does not fit."""
+        if not plan.packed:
+            return None
+        chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
+        staged = self._core.staging.try_pack(plan.layout, chosen)
+        if not isinstance(staged, int):
+            pipeline.count("bytes_packed", staged.nbytes)
+        return staged
+
+    def _run(self, plan: Plan, staged: Any, leaves: Sequence[Any]) -> Any:
+        bound = self._bound(plan)
+        direct = [leaves[k] for k in plan.direct]
+        try:
+            return (
+                plan.call(*bound, *direct) if staged is None else plan.call(staged, *bound, *direct)
+            )
+        except RecomError:
+            raise
+        except Exception as why:
+            n = bool(plan.arena_leaves)
+            for k, leaf in zip(plan.direct_bound, bound[n:], strict=True):
+                self._blame(leaf, f"bound argument {self._core.names[k]}", why)
+            for k in plan.direct:
+                self._blame(leaves[k], f"argument {plan.names[k]}", why)
+            raise trace_error(why, f"while serving {self.__name__}") from why
+
+    def _blame(self, leaf: Any, what: str, why: Exception) -> None:
+        fault = leaf_fault(leaf, f"{what} of {self.__name__}", why)
+        if fault is not None:
+            raise fault from why
+
+    # ---- inside a trace -----------------------------------------------------------------------------------
+
+    def snapshot(self) -> Weights:
+        """For `operands`: the version of the weights that a call of a traced program uses."""
+        return self._weights
+
+    def lookup(self, version: Weights, key: Any) -> Any:
+        """For `operands`: an arena (by the leaves in it) or a leaf (by number) of a version."""
+        return self._arena(version, key) if isinstance(key, tuple) else version.leaves[key]
+
+    def _traced(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Inside jit, vmap, grad: the program becomes part of the trace, with the bound arrays as operands."""
+        weights = self._weights
+        batched = any(compat.is_batched(x) for x in jax.tree_util.tree_leaves((batch, kwargs)))
+        # Batching goes through the compiler again, which sees tables, not packs.
+        plan, leaves = self._core.make(batch, kwargs, packs=False, arena=not batched)
+        if weights.traced and plan.arena_leaves not in weights.arenas:
+            plan, leaves = self._core.make(batch, kwargs, packs=False, arena=False)
+        keys = ([plan.arena_leaves] if plan.arena_leaves else []) + list(plan.direct_bound)
+        bound = [self._core.in_trace(weights, key) if weights.traced else None for key in keys]
+        fixed = [n for n, x in enumerate(bound) if not isinstance(x, jax.core.Tracer)]
+        values = operands.as_operands([self._operand(weights, keys[n]) for n in fixed])
+        for n, value in zip(fixed, values, strict=True):
+            bound[n] = value
+        try:
+            return plan.body(*bound, *(leaves[k] for k in plan.direct))
+        except RecomError:
+            raise
+        except Exception as why:
+            raise trace_error(why, f"while serving {self.__name__} inside a trace") from why
+
+    def _operand(self, weights: Weights, key: Any) -> operands.Operand:
+        with self._lock:
+            found = self._operands.get(key)
+            if found is None:
+                found = self._operands[key] = operands.Operand(self, key, self.lookup(weights, key))
+            return found
+
+    def _flatten(self) -> tuple[tuple[Any, ...], Any]:
+        weights = self._weights
+        keys = tuple(sorted(weights.arenas))
+        inside = {k for key in keys for k in key}
+        rest = tuple(x for k, x in enumerate(weights.leaves) if k not in inside)
+        return (*(weights.arenas[key] for key in keys), *rest), (self._core, keys)
+
+    @classmethod
+    def _unflatten(cls, aux: Any, children: Sequence[Any]) -> Server:
+        core, keys = aux
+        arenas = dict(zip(keys, children, strict=False))
+        inside = {k for key in keys for k in key}
+        rest = iter(children[len(keys) :])
+        leaves = tuple(None if k in inside else next(rest) for k in range(len(core.names)))
+        new = object.__new__(cls)
+        new.__name__, new._core = core.name, core
+        # Tracers, or whatever JAX puts in their place: such a server takes every call the traced way.
+        new._weights = Weights(leaves, arenas, traced=True)
+        new._lock, new._operands = threading.RLock(), {}
+        return new
+
+    # ---- plans --------------------------------------------------------------------------------------------
+
+    def cost(self, *batch: Any, **kwargs: Any) -> BindCost:
+        """What serving this batch (arrays or ShapeDtypeStructs) will allocate. Allocates none of it."""
+        plan = self._core.plan(*concrete(batch, kwargs))
+        specs = self._core.specs
+        inside = [LeafSpec.of(specs[k]) for k in plan.arena_leaves]
+        arena = pack.layout_of(inside).total_bytes if inside else 0
+        shared = sum(
+            int(np.prod(specs[k].shape)) * specs[k].dtype.itemsize for k in plan.direct_bound
+        )
+        return BindCost(
+            -(-arena // _PAGE) * _PAGE,
+            pack.ring_bytes(plan.layout, 1) if plan.packed else 0,
+            self._core.options.ring_slots,
+            shared,
+        )
+
+    def warmup(self, sizes: int | Sequence[int], *example: Any, **kwargs: Any) -> None:
+        """Traces and compiles for these batch sizes before traffic.
+
+        Args:
+          sizes: batch sizes, or one.
+          *example: one batch (arrays or ShapeDtypeStructs) whose shapes say what a batch looks like; may be left
+            out once the server has seen a batch. Axes that share the example's batch size scale.
+
+        Raises:
+          BatchError: there is no example yet, or a size is negative.
+        """
+        core = self._core
+        if isinstance(sizes, (int, np.integer)):
+            sizes = (int(sizes),)
+        spec = (
+            jax.tree_util.tree_map(given, (example, kwargs)) if example or kwargs else core.example
+        )
+        if spec is None:
+            raise BatchError(
+                f"warmup of {self.__name__}: no batch was seen yet; pass one: "
+                "warmup(sizes, example_batch)"
+            )
+        for size in sizes:
+            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0:
+                raise BatchError(
+                    f"warmup of {self.__name__}: a batch size is a number of at least 0, not {size!r}"
+                )
+        leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: isinstance(x, Given))
+        scales = batch_axes(leaves)
+        for size in sizes:
+            made = [x.of_size(int(size) if k in scales else None) for k, x in enumerate(leaves)]
+            args, kw = jax.tree_util.tree_unflatten(tree, made)
+            jax.block_until_ready(self(*args, **kw))
+
+    # ---- leases -------------------------------------------------------------------------------------------
+
+    def input_views(self, *example: Any, **kwargs: Any) -> Any:
+        """Leases one staging slot: writable numpy arrays shaped like the batch, with undefined contents.
+
+        Fill them and serve them; that consumes the lease and copies nothing. Waits while every slot is taken.
+        Leaves of 64 bits are views of 32 while JAX's x64 mode is off. Python scalars come back as they are.
+
+        Args:
+          *example: a batch, as arrays or ShapeDtypeStructs.
+
+        Returns:
+          The batch's pytree (a tuple if the function takes several remaining arguments).
+
+        Raises:
+          LeaseError: no slot came free in ``Options.lease_timeout_s``.
+        """
+        dynamic, named, static = self._core.split_static(example, kwargs)
+        leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
+        plan = self._known(leaves, tree, static)
+        if plan is None:
+            batch, kw = concrete(example, kwargs, all_numpy=True)
+            plan = self._core.plan(batch, kw)
+            dynamic, named, _ = self._core.split_static(batch, kw)
+            leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
+        if plan.all_packed:
+            views = self._core.staging.acquire(plan.layout).views()
+        else:
+            views = [np.empty(x.shape, x.dtype) if type(x) is np.ndarray else x for x in leaves]
+            if plan.packed:
+                slot = self._core.staging.acquire(plan.layout)
+                for k, view in zip(plan.packed, slot.views(), strict=True):
+                    views[k] = view
+        args, named = jax.tree_util.tree_unflatten(tree, views)
+        if named:
+            return named if not args else (args, named)
+        return args[0] if len(args) == 1 else args
+
+    def _known(self, leaves: Sequence[Any], tree: Any, static: Any) -> Plan | None:
+        """The plan that these leaves fit as they are, without looking at each from Python."""
+        for plan in self._core.plans.get((len(leaves), first_shape(leaves), x64()), ()):
+            if plan.tree == tree and plan.static == static:
+                chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
+                if (not plan.packed or plan.packer.matches(chosen) < 0) and not direct_mismatch(
+                    plan, leaves
+                ):
+                    return plan
+        return None
+
+    def _serve_lease(self, slot: Any, leaves: Sequence[Any], tree: Any, static: Any) -> Any:
+        if slot.state != "leased":
+            self._served_twice()
+        plans = [
+            p
+            for p in self._core.by_layout.get(slot.layout, ())
+            if p.tree == tree and p.static == static
+        ]
+        if not plans:
+            raise BatchError(
+                f"{self.__name__}: the batch does not match the lease: its structure differs from the "
+                "example that input_views() was given. Serve the views in the structure they came in, "
+                "or copies of them"
+            )
+        why = ""
+        for plan in plans:
+            why = direct_mismatch(plan, leaves)
+            if not why:
+                break
+        else:
+            raise BatchTypeError(f"{self.__name__}: the batch does not match the lease: {why}")
+        chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
+        try:
+            bad = plan.packer.pack_into(
+                slot, chosen
+            )  # leaves in their own place are skipped, others copied in
+            if bad < 0:
+                slot.freeze()
+                staged = slot.array()
+        except RuntimeError:  # another thread serves the same lease
+            self._served_twice()
+        if bad >= 0:
+            raise pack.mismatch(plan.layout, bad, chosen[bad], plan.packed_names)
+        return self._run(plan, staged, leaves)
+
+    def _served_twice(self) -> NoReturn:
+        raise LeaseError(
+            f"{self.__name__}: these input views were served already; lease new ones with "
+            "input_views()"
+        ) from None
+
+    def __repr__(self) -> str:
+        total = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in self._core.specs)
+        return f"<recom_jax server of {self.__name__}: {len(self._core.specs)} bound arrays, {total:,} bytes>"
+
+
+jax.tree_util.register_pytree_node(Server, Server._flatten, Server._unflatten)
+_MISS: Any = object()

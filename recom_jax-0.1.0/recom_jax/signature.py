@@ -1,0 +1,243 @@
+"""Which arguments of a function are static, how the rest flattens, and what went wrong when a call fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from recom_jax.errors import ArgumentError, DeletedError, RecomError, trace_error
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """One call, split into array leaves and everything else.
+
+    Attributes:
+      leaves, names: the array leaves and a printable path of each.
+      static: (position or name) -> value of the static arguments.
+    """
+
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...]
+    tree: Any
+    n_args: int
+    static: tuple[tuple[int | str, Any], ...]
+
+    def flat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` as a function of the leaves alone."""
+
+        def call(*leaves: Any) -> Any:
+            args, kwargs = jax.tree_util.tree_unflatten(self.tree, leaves)
+            args = list(args)
+            for where, value in self.static:
+                if isinstance(where, int):
+                    args.insert(where, value)
+                else:
+                    kwargs[where] = value
+            return fn(*args, **kwargs)
+
+        return call
+
+    def key(self) -> Any | None:
+        """A hashable identity of the call's types, None where a leaf has none."""
+        try:
+            types = tuple(
+                (tuple(x.shape), str(x.dtype), getattr(x, "weak_type", False))
+                if hasattr(x, "dtype")
+                else type(x)
+                for x in self.leaves
+            )
+            key = (types, self.tree, self.static)
+            hash(key)
+            return key
+        except (TypeError, AttributeError):
+            return None
+
+    def describe(self) -> str:
+        """The call's arguments and their types, one line."""
+        shown = [
+            f"{n}: {_type_name(x)}" for n, x in list(zip(self.names, self.leaves, strict=True))[:6]
+        ]
+        more = len(self.leaves) - len(shown)
+        return f"({', '.join(shown)}{f', and {more} more' if more > 0 else ''})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """A function's static arguments, normalised so that positions and names agree."""
+
+    name: str
+    parameters: inspect.Signature | None
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+
+    @staticmethod
+    def of(
+        fn: Callable[..., Any], nums: int | Sequence[int], names: str | Sequence[str]
+    ) -> Signature:
+        nums = (nums,) if isinstance(nums, int) else tuple(nums or ())
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        name = getattr(fn, "__name__", type(fn).__name__)
+        try:
+            parameters = inspect.signature(fn)
+        except (TypeError, ValueError):
+            return Signature(name, None, nums, names)
+        positional = [
+            p.name
+            for p in parameters.parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        variadic = any(p.kind == p.VAR_POSITIONAL for p in parameters.parameters.values())
+        keywords = any(p.kind == p.VAR_KEYWORD for p in parameters.parameters.values())
+        n = len(positional)
+        for k in nums:
+            if not variadic and not -n <= k < n:
+                raise ArgumentError(
+                    f"static_argnums {k}: {name} has {n} positional parameters {tuple(positional)}"
+                )
+        for x in names:
+            if x not in parameters.parameters and not keywords:
+                raise ArgumentError(
+                    f"static_argnames {x!r}: {name} has no such parameter; it has "
+                    f"{tuple(parameters.parameters)}"
+                )
+        nums = tuple(k + n if k < 0 else k for k in nums)
+        all_names = dict.fromkeys((*names, *(positional[k] for k in nums if k < n)))
+        all_nums = dict.fromkeys((*nums, *(k for k, p in enumerate(positional) if p in all_names)))
+        only = [
+            x
+            for x in all_names
+            if x not in parameters.parameters
+            or parameters.parameters[x].kind != inspect.Parameter.POSITIONAL_ONLY
+        ]
+        return Signature(name, parameters, tuple(sorted(all_nums)), tuple(only))
+
+    def split(
+        self, args: Sequence[Any], kwargs: dict[str, Any], checks_leaves: bool = True
+    ) -> Arguments:
+        """Flattens a call.
+
+        Raises:
+          ArgumentError (a TypeError): the arguments do not fit the function, or a leaf is not an array.
+        """
+        if self.parameters is not None:
+            try:
+                self.parameters.bind(*args, **kwargs)
+            except TypeError as why:
+                raise ArgumentError(f"{self.name}{self.parameters}: {why}") from None
+        static: list[tuple[int | str, Any]] = [
+            (k, args[k]) for k in self.static_argnums if k < len(args)
+        ]
+        static += [(k, kwargs[k]) for k in self.static_argnames if k in kwargs]
+        dynamic = [x for k, x in enumerate(args) if k not in self.static_argnums]
+        named = {k: x for k, x in kwargs.items() if k not in self.static_argnames}
+        paths, tree = jax.tree_util.tree_flatten_with_path((tuple(dynamic), named))
+        positions = [k for k in range(len(args)) if k not in self.static_argnums]
+        roots = {k: self.parameter(k) for k in positions}
+        names, leaves = [], []
+        for path, leaf in paths:
+            if path[0].idx == 0:
+                names.append(roots[positions[path[1].idx]] + jax.tree_util.keystr(path[2:]))
+            else:
+                names.append(str(path[1].key) + jax.tree_util.keystr(path[2:]))
+            leaves.append(leaf)
+            if checks_leaves:
+                problem = leaf_problem(leaf, shapes=True)
+                if problem:
+                    raise ArgumentError(f"argument {names[-1]} of {self.name}: {problem}")
+        return Arguments(tuple(leaves), tuple(names), tree, len(args), tuple(static))
+
+    def parameter(self, position: int) -> str:
+        """The name of a positional parameter."""
+        if self.parameters is not None:
+            names = [
+                p.name
+                for p in self.parameters.parameters.values()
+                if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            ]
+            if position < len(names):
+                return names[position]
+        return f"args[{position}]"
+
+    def explain_failure(
+        self, why: Exception, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Exception:
+        """What a failed call raises: ours, of the type JAX raised, naming the argument at fault."""
+        try:
+            call = self.split(args, kwargs)
+        except RecomError as ours:
+            return ours
+        for name, leaf in zip(call.names, call.leaves, strict=True):
+            fault = leaf_fault(leaf, f"argument {name} of {self.name}", why)
+            if fault is not None:
+                return fault
+        return trace_error(why, f"while running {self.name}{call.describe()}")
+
+
+def leaf_fault(leaf: Any, what: str, why: Exception) -> Exception | None:
+    """The exception that blames `leaf` for the failure `why`, None if nothing is wrong with it."""
+    if is_deleted(leaf):
+        return trace_error(why, f"{what}: {DELETED}", DeletedError)
+    problem = leaf_problem(leaf)
+    return trace_error(why, f"{what}: {problem}", ArgumentError) if problem else None
+
+
+DELETED = "the array has been deleted or donated to an earlier call; pass a live array, or do not donate it"
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Whether a leaf is an array without its buffer."""
+    try:
+        return isinstance(leaf, jax.Array) and leaf.is_deleted()
+    except (AttributeError, NotImplementedError, TypeError):  # a tracer
+        return False
+
+
+def leaf_problem(leaf: Any, shapes: bool = False) -> str:
+    """Why a leaf is no array argument, "" if it is one.
+
+    Args:
+      shapes: whether a ShapeDtypeStruct will do.
+    """
+    if isinstance(leaf, (jax.Array, bool, int, float, complex)):
+        return ""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        if leaf.dtype.kind in "OSUMmVT" and not _extension(leaf.dtype):
+            return (
+                f"expected numbers, was given an array of dtype {leaf.dtype}; convert it first "
+                "(strings: hash them to integers on the host)"
+            )
+        if not leaf.dtype.isnative:
+            return (
+                f"expected native byte order, was given {leaf.dtype.str}; convert it with "
+                "x.astype(x.dtype.newbyteorder('='))"
+            )
+        return ""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return "" if shapes else f"expected an array, was given only its type, {leaf}"
+    if hasattr(leaf, "__jax_array__"):
+        return ""
+    if hasattr(leaf, "shape") and hasattr(
+        leaf, "dtype"
+    ):  # jax.Ref, a typed key, ...: JAX knows better
+        return ""
+    return f"expected an array or a number, was given {type(leaf).__name__} {str(leaf)[:40]!r}"
+
+
+def _extension(dtype: Any) -> bool:
+    try:
+        jax.numpy.zeros((), dtype)
+        return True
+    except TypeError:
+        return False
+
+
+def _type_name(leaf: Any) -> str:
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return type(leaf).__name__

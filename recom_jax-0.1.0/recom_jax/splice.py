@@ -1,0 +1,134 @@
+"""Stage 8: puts fused calls where their columns were, and re-checks the jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from recom_jax import compat, trace
+from recom_jax.cpu import Encoded
+from recom_jax.detect import Detected
+from recom_jax.lowering import FusedCall, fused_p
+from recom_jax.schedule import Scheduled
+
+
+def splice(
+    detected: Detected,
+    extra_consts: Sequence[tuple[Any, Any]],
+    calls: Sequence[tuple[int, Scheduled, Encoded]],
+    options: Any,
+) -> Any:
+    """The program with one fused equation per call.
+
+    Args:
+      extra_consts: (variable, array) of constants the compiler made.
+      calls: (level, program, its encoding).
+
+    Returns:
+      A closed jaxpr with the inputs and outputs of the original.
+    """
+    closed = detected.jaxpr
+    jaxpr = compat.open_jaxpr(closed)
+    made_by = {id(v): (n, eqn) for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    levels = 1 + max([lv for lv, _, _ in calls] + [lv for lv, _ in detected.kept], default=0)
+    eqns: list[Any] = []
+    fused_vars = {id(o.var) for _, s, _ in calls for o in s.outputs}
+    for level in range(levels):
+        for lv, eqn in detected.kept:
+            if lv == level:
+                if any(id(v) in fused_vars for v in eqn.outvars):
+                    # Another output of this equation is still wanted; the fused one must not be defined twice.
+                    eqn = eqn.replace(
+                        outvars=[
+                            compat.fresh_var(v.aval) if id(v) in fused_vars else v
+                            for v in eqn.outvars
+                        ]
+                    )
+                eqns.append(eqn)
+        for lv, scheduled, encoded in calls:
+            if lv == level:
+                eqns.append(_call_eqn(made_by, scheduled, encoded, options))
+    constvars = [*jaxpr.constvars, *(v for v, _ in extra_consts)]
+    consts = [*closed.consts, *(c for _, c in extra_consts)]
+    eqns = trace.live(eqns, jaxpr.outvars)
+    used = {id(v) for e in eqns for v in e.invars} | {id(v) for v in jaxpr.outvars}
+    kept = [(v, c) for v, c in zip(constvars, consts, strict=True) if id(v) in used]
+    new = compat.closed(
+        [v for v, _ in kept], jaxpr.invars, jaxpr.outvars, eqns, [c for _, c in kept], jaxpr
+    )
+    if options.verifies:
+        compat.check_jaxpr(compat.open_jaxpr(new))
+    return new
+
+
+def _call_eqn(
+    made_by: dict[int, tuple[int, Any]], scheduled: Scheduled, encoded: Encoded, options: Any
+) -> Any:
+    outs = [o.var for o in scheduled.outputs]
+    closed, extra = _original(made_by, scheduled.operands, outs)
+    original = compat.jaxpr_as_fun(closed)
+    operands = [*scheduled.operands, *extra]
+    n = len(scheduled.operands)
+    binding = tuple(x for k in range(n) for x in (k, -1))
+    avals = tuple(v.aval for v in outs)
+    layout = tuple(x for k in range(n) for x in (k, -1, 0))
+    call = FusedCall(
+        encoded,
+        binding,
+        n,
+        avals,
+        original,
+        options,
+        layout,
+        scheduled.program,
+        closed=closed,
+    )
+    return compat.new_jaxpr_eqn(
+        operands,
+        outs,
+        fused_p,
+        {"call": call},
+        set(),
+        source_info=made_by[id(outs[0])][1].source_info,
+        ctx=made_by[id(outs[0])][1].ctx,
+    )
+
+
+def _original(
+    made_by: dict[int, tuple[int, Any]], operands: Sequence[Any], outs: Sequence[Any]
+) -> tuple[Any, list[Any]]:
+    """The equations between the operands and the results, as a jaxpr; and inputs only they read."""
+    stop = {id(v) for v in operands}
+    extra: dict[int, Any] = {}
+    needed: dict[int, tuple[int, Any]] = {}
+    work = list(outs)
+    while work:
+        var = work.pop()
+        if id(var) in stop or isinstance(var, compat.Literal):
+            continue
+        if id(var) not in made_by:
+            extra[id(var)] = var
+            continue
+        n, eqn = made_by[id(var)]
+        if n not in needed:
+            needed[n] = (n, eqn)
+            work += eqn.invars
+    eqns = [eqn for _, eqn in sorted(needed.values(), key=lambda x: x[0])]
+    extras = list(extra.values())
+    # An operand that one of these equations makes as well (a second output) keeps the operand's value.
+    if any(id(v) in stop for e in eqns for v in e.outvars):
+        eqns = [
+            e.replace(outvars=[compat.fresh_var(v.aval) if id(v) in stop else v for v in e.outvars])
+            if any(id(v) in stop for v in e.outvars)
+            else e
+            for e in eqns
+        ]
+    like = _Info()
+    return compat.closed([], [*operands, *extras], outs, eqns, [], like), extras
+
+
+class _Info:
+    """Debug information for a jaxpr that no user function stands for."""
+
+    def __init__(self) -> None:
+        self.debug_info = compat.debug_info("recom_jax fused columns")

@@ -1,0 +1,153 @@
+"""Stage 1: a Python function -> one flat jaxpr.
+
+Calls that only structure a program (jit, and remat bodies that read a table) are inlined, so that a column
+that crosses them is seen whole. What is recognised as one operation (`jnp.digitize`, `jnp.searchsorted`)
+stays a call: see `templates.py`. custom_jvp and custom_vjp calls stay: their rules belong to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from recom_jax import compat, templates
+
+TABLE_READS = ("gather", "dynamic_slice", "dot_general")
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A flat jaxpr and what is known of its inputs.
+
+    Attributes:
+      jaxpr: the closed jaxpr; equations that nothing uses are gone.
+      arg_names: a printable path per input, e.g. ``params['tables'][3]``.
+      out_tree: how the outputs are put back together.
+    """
+
+    jaxpr: Any
+    arg_names: tuple[str, ...]
+    out_tree: Any
+
+    def __str__(self) -> str:
+        return str(self.jaxpr)
+
+
+def trace(fn: Callable[..., Any], args: Sequence[Any], arg_names: Sequence[str]) -> Traced:
+    """Traces `fn` (a function of flat arguments returning a pytree) and flattens the result.
+
+    Args:
+      args: arrays, tracers or ``ShapeDtypeStruct``s.
+    """
+    closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return Traced(flatten(closed), tuple(arg_names), jax.tree_util.tree_structure(out_shape))
+
+
+def flatten(closed: Any) -> Any:
+    """Inlines calls and removes dead equations. The result computes the same, equation by equation."""
+    flat = _Inliner()
+    jaxpr = compat.open_jaxpr(closed)
+    env: dict[Any, Any] = {}
+    flat.run(jaxpr, env)
+    outvars = [env.get(v, v) if not isinstance(v, compat.Literal) else v for v in jaxpr.outvars]
+    constvars = list(jaxpr.constvars) + flat.constvars
+    consts = list(closed.consts) + flat.consts
+    eqns = live(flat.eqns, outvars)
+    used = {id(v) for e in eqns for v in e.invars} | {id(v) for v in outvars}
+    kept = [(v, c) for v, c in zip(constvars, consts, strict=True) if id(v) in used]
+    return compat.closed(
+        [v for v, _ in kept], jaxpr.invars, outvars, eqns, [c for _, c in kept], jaxpr
+    )
+
+
+def live(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """The equations that `outvars` need, and those with effects, in order."""
+    needed = {id(v) for v in outvars}
+    kept: list[Any] = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(id(v) in needed for v in eqn.outvars):
+            kept.append(eqn)
+            needed.update(id(v) for v in eqn.invars)
+    kept.reverse()
+    return kept
+
+
+class _Inliner:
+    def __init__(self) -> None:
+        self.eqns: list[Any] = []
+        self.constvars: list[Any] = []
+        self.consts: list[Any] = []
+        self._const_vars: dict[int, Any] = {}
+        self._reads_table: dict[int, bool] = {}
+
+    def const(self, value: Any, aval: Any) -> Any:
+        var = self._const_vars.get(id(value))
+        if var is None:
+            var = self._const_vars[id(value)] = compat.fresh_var(aval)
+            self.constvars.append(var)
+            self.consts.append(value)
+        return var
+
+    def inlines(self, eqn: Any) -> bool:
+        name = eqn.primitive.name
+        if name in ("jit", "pjit"):
+            return compat.is_plain_jit(eqn) and templates.recognise(eqn) is None
+        if name in ("closed_call", "core_call"):
+            return True
+        if name == "recom_fused":  # an optimized function inside this one: its columns join ours
+            return eqn.params["call"].closed is not None
+        if name in ("remat2", "checkpoint", "remat"):
+            return self.reads_table(compat.inner_jaxpr(eqn))
+        return False
+
+    def reads_table(self, closed: Any) -> bool:
+        """Whether a body holds an equation that could read a table (memoised per body)."""
+        jaxpr = getattr(closed, "jaxpr", closed)
+        known = self._reads_table.get(id(jaxpr))
+        if known is None:
+            known = any(
+                e.primitive.name in TABLE_READS
+                or any(self.reads_table(j) for j in compat.sub_jaxprs(e))
+                for e in jaxpr.eqns
+            )
+            self._reads_table[id(jaxpr)] = known
+        return known
+
+    def run(
+        self, jaxpr: Any, env: dict[Any, Any], rename: bool = False, source: Any = None
+    ) -> None:
+        """Appends the equations of `jaxpr`; `env` maps its variables to the flat program's atoms.
+
+        Inside a call of JAX's own (`jnp.take`), traced once and shared by all callers, equations get the
+        `source` of the call.
+        """
+        literal = compat.Literal
+        for eqn in jaxpr.eqns:
+            invars = [v if isinstance(v, literal) else env.get(v, v) for v in eqn.invars]
+            if self.inlines(eqn):
+                fused = eqn.primitive.name == "recom_fused"
+                inner: Any = eqn.params["call"].closed if fused else compat.inner_jaxpr(eqn)
+                body = compat.open_jaxpr(inner)
+                scope: dict[Any, Any] = dict(zip(body.invars, invars, strict=True))
+                for var, value in zip(body.constvars, inner.consts, strict=True):
+                    scope[var] = self.const(value, var.aval)
+                inside = source or (eqn.source_info if compat.is_library_call(inner) else None)
+                self.run(body, scope, rename=True, source=inside)
+                for outer, atom in zip(eqn.outvars, body.outvars, strict=True):
+                    env[outer] = atom if isinstance(atom, literal) else scope[atom]
+                continue
+            if rename:
+                outvars = []
+                for v in eqn.outvars:
+                    new = v if isinstance(v, compat.DropVar) else compat.fresh_var(v.aval)
+                    env[v] = new
+                    outvars.append(new)
+                extra = {"source_info": source} if source is not None else {}
+                self.eqns.append(eqn.replace(invars=invars, outvars=outvars, **extra))
+            elif any(a is not b for a, b in zip(invars, eqn.invars, strict=True)):
+                self.eqns.append(eqn.replace(invars=invars))
+            else:
+                self.eqns.append(eqn)

@@ -1,0 +1,13 @@
+"""Settings every test runs under. Nothing global is cleared: what one test leaves, the next must bear."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["RECOM_VERIFY"] = "1"  # the IR's rules are checked after every stage
+
+from hypothesis import HealthCheck, settings
+
+_COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+settings.register_profile("ci", max_examples=6, derandomize=True, database=None, **_COMMON)
+settings.register_profile("long", max_examples=300, **_COMMON)
+settings.load_profile(os.environ.get("RECOM_HYPOTHESIS", "ci"))

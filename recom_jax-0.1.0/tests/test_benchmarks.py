@@ -1,0 +1,219 @@
+"""The benchmarks' machinery: what is written, rendered and compared. Never how long something took."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import compare, driver, machine, record, report, steady
+from benchmarks.cases import ALL, columns_e
+from benchmarks.context import Settings
+from benchmarks.record import Result, Row, Target
+from benchmarks.timing import Contestant, Plan, Samples, interleave, paired_difference, paired_ratio
+
+QUICK = dataclasses.replace(Settings.tiny(), plan=Plan(rounds=2, burst=1, least_rounds=1))
+
+
+def result_file(path: pathlib.Path, factor: float = 1.0, **changed: Any) -> pathlib.Path:
+    """A made-up result whose first row is `factor` times as slow."""
+    rows = (
+        Row("table", "ours", "numpy arrays", "ms", 2.0 * factor, 1.9 * factor, 2.1 * factor, 50),
+        Row("table", "jax.jit", "numpy arrays", "ms", 10.0, 9.5, 10.5, 50, first_s=60.0),
+        Row.single("table: first", "ours", "device arrays", "s", [4.0, 4.2, 4.1]),
+    )
+    value = 2.0 * factor / 10
+    targets = (Target("ours / jax.jit", value, "<=", 1 / 4), Target("gathers | left", 3, "==", 0))
+    data = {
+        "schema": record.SCHEMA, "case": "columns_e", "title": "Made up", "date": "2026-01-02T03:04:05",
+        "minutes": 1.5, "settings": dataclasses.asdict(QUICK), "machine": machine.machine(),
+        "versions": machine.versions(), "git": {"commit": "0123456789abcdef", "modified": True},
+        "load_before": [0.1, 0.2, 0.3], "load_after": [], **record.to_json(Result(rows, targets)),
+    }  # fmt: skip
+    record.write(path, data | changed)
+    return path
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The result file of the main case, run with a tiny model."""
+    return driver.run_case("columns_e", QUICK, tmp_path_factory.mktemp("results"))
+
+
+def test_quick_run_writes_valid_json(quick: pathlib.Path) -> None:
+    data = json.loads(quick.read_text())
+    assert (data["schema"], data["case"]) == (record.SCHEMA, "columns_e")
+    assert data["machine"]["cores"] >= 1
+    assert set(data["versions"]) >= {"python", "jax", "jaxlib", "numpy", "recom_jax"}
+    rows = record.rows_of(data)
+    assert len({r.key for r in rows}) == len(rows)
+    for r in rows:
+        assert 0 < r.p10 <= r.median <= r.p90
+        assert r.count == QUICK.plan.rounds * QUICK.plan.burst
+    names = {r.contestant for r in rows}
+    assert names == {
+        steady.OURS,
+        steady.BIND,
+        steady.EMPTY,
+        steady.HAND,
+        steady.HAND_LOOP,
+        steady.TUNED,
+        steady.PLAIN,
+    }
+
+
+def test_quick_run_meets_the_targets_that_no_clock_decides(quick: pathlib.Path) -> None:
+    targets = {t.name: t for t in record.targets_of(record.read(quick))}
+    exact = [t for name, t in targets.items() if " / " not in name and t.unit != "ms"]
+    assert len(exact) >= 6
+    assert [t for t in exact if not t.passed] == []
+
+
+def test_report_renders_the_quick_run(quick: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "performance.md"
+    assert report.main(["--results", str(quick.parent), "--out", str(page)]) == 0
+    text = page.read_text()
+    assert "numbers mean nothing" in text
+    assert "| recom_jax bind | input_views |" in text
+    assert report.main(["--results", str(quick.parent), "--out", str(page), "--check"]) == 0
+    page.write_text(text + "edited")
+    assert report.main(["--results", str(quick.parent), "--out", str(page), "--check"]) == 1
+
+
+def test_results_are_skipped_only_with_the_same_settings(quick: pathlib.Path) -> None:
+    assert quick == driver.path_of(quick.parent, "columns_e")
+    assert driver.is_done(quick, QUICK)
+    assert not driver.is_done(quick, dataclasses.replace(QUICK, batch=QUICK.batch + 1))
+    assert not driver.is_done(quick.with_name("none.json"), QUICK)
+
+
+def test_report_calls_a_miss_a_miss(tmp_path: pathlib.Path) -> None:
+    result_file(tmp_path / "a.json")
+    text = report.render(report.load(tmp_path))
+    assert "1 of 2 targets met, 1 missed" in text
+    assert "| ours / jax.jit | at most 1/4 | 0.2 | pass |" in text
+    assert "| gathers \\| left | 0 | 3 | **MISS** |" in text
+    for line in text.splitlines():
+        if line.startswith("| ours | numpy"):
+            assert " 5 |" in line  # 10 ms / 2 ms
+
+
+def test_report_takes_the_newest_result_of_a_case(tmp_path: pathlib.Path) -> None:
+    result_file(tmp_path / "b.json", date="2026-03-01T00:00:00", title="Newer")
+    result_file(tmp_path / "c.json", date="2026-02-01T00:00:00", title="Older")
+    text = report.render(report.load(tmp_path))
+    assert "Newer" in text
+    assert "Older" not in text
+
+
+def test_report_of_nothing(tmp_path: pathlib.Path) -> None:
+    assert "Nothing was measured yet" in report.render(report.load(tmp_path))
+
+
+def test_compare_finds_a_slowdown(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = result_file(tmp_path / "old.json"), result_file(tmp_path / "new.json", 1.5)
+    assert compare.main([str(old), str(new)]) == 1
+    out = capsys.readouterr().out
+    assert "WORSE   table: ours, numpy arrays: 2 -> 3 ms (1.50 x)" in out
+    assert "MISSED  ours / jax.jit" in out
+    assert "jax.jit, numpy" not in out
+    assert compare.main([str(new), str(old)]) == 0
+    assert "better  table: ours" in capsys.readouterr().out
+
+
+def test_compare_is_silent_within_noise(tmp_path: pathlib.Path) -> None:
+    old, new = result_file(tmp_path / "old.json"), result_file(tmp_path / "new.json", 1.04)
+    assert compare.changes(record.read(old), record.read(new)) == []
+    assert compare.main([str(old), str(new)]) == 0
+
+
+def test_compare_names_rows_that_are_gone(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = result_file(tmp_path / "old.json"), tmp_path / "new.json"
+    data = record.read(old)
+    record.write(new, data | {"rows": data["rows"][1:]})
+    assert compare.main([str(old), str(new)]) == 0
+    out = capsys.readouterr().out
+    assert "GONE    table: ours, numpy arrays: is not in the new file" in out
+    assert "2 rows compared, 0 worse" in out
+
+
+def test_compare_of_folders_takes_the_newest_of_each_case(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result_file(tmp_path / "old" / "a.json")
+    result_file(tmp_path / "new" / "a.json", date="2026-02-01T00:00:00")
+    result_file(tmp_path / "new" / "b.json", 2.0, date="2026-03-01T00:00:00")
+    result_file(tmp_path / "new" / "c.json", 2.0, case="another")
+    assert compare.main([str(tmp_path / "old"), str(tmp_path / "new")]) == 1
+    assert (
+        "3 rows compared, 2 worse" in capsys.readouterr().out
+    )  # the row, and the target it misses
+
+
+def test_compare_says_where_machines_differ(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = result_file(tmp_path / "old.json")
+    new = result_file(tmp_path / "new.json", machine=machine.machine() | {"cores": 999})
+    assert compare.main([str(old), str(new)]) == 0
+    assert "the files differ in machine: cores" in capsys.readouterr().out
+
+
+def test_compare_refuses_what_is_no_result(tmp_path: pathlib.Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    assert compare.main([str(other), str(other)]) == 2
+
+
+def test_interleaved_turns_and_statistics() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def contestant(name: str) -> Contestant:
+        return Contestant(name, "x", lambda k: k, lambda k: seen.append((name, k)))
+
+    found = interleave([contestant("a"), contestant("b")], Plan(rounds=3, burst=2))
+    assert {k: [len(r) for r in v.rounds] for k, v in found.items()} == {
+        "a / x": [2, 2, 2],
+        "b / x": [2, 2, 2],
+    }
+    assert [k for name, k in seen if name == "a"] == list(range(9))  # one call a turn isn't timed
+    assert [k for name, k in seen if name == "b"] == list(range(9))
+    a, b = Samples(((3.0,), (30.0,), (6.0,))), Samples(((1.0,), (10.0,), (3.0,)))
+    assert paired_difference(a, b) == 3.0
+    assert paired_ratio(a, b) == 3.0
+    assert (a.median, a.percentile(0), a.percentile(100)) == (6.0, 3.0, 30.0)
+
+
+def test_a_wrong_contestant_is_refused() -> None:
+    good = np.ones((2, 3), np.float32)
+    assert steady.compare({"a": good + 1e-5}, good)["a"] == pytest.approx(1e-5, rel=0.1)
+    with pytest.raises(RuntimeError, match="b computes something else"):
+        steady.compare({"b": good + 1}, good)
+
+
+def test_counts_of_a_lowered_module() -> None:
+    text = '%1 = stablehlo.custom_call @recom_fused_v1(%a)\n%2 = "stablehlo.gather"(%b)\nstablehlo.while'
+    counts = columns_e.lowered_counts(text)
+    assert (counts["custom_call"], counts["gather"], counts["while"], counts["sort"]) == (
+        1,
+        1,
+        1,
+        0,
+    )
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    assert driver.main(["nonsense"]) == 2
+    assert driver.main(["--list", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().err
+    assert all(case.name in text for case in ALL)
+    args = driver.parser().parse_args(["micro", "--quick", "--batches", "3", "4", "--rounds", "2"])
+    assert driver.settings_of(args).batches == (3, 4)
+    again = driver.parser().parse_args(driver.command_of(args, "micro", tmp_path)[3:])
+    assert driver.settings_of(again) == driver.settings_of(args)

@@ -1,0 +1,213 @@
+"""Generated CUDA text, executed without a GPU, against the CPU's interpreter and plain JAX.
+
+A long run over random columns, as tests.test_random_programs makes them::
+
+    python -m tests.test_cuda_emulation --columns 2000 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recom_jax.cuda.codegen import generate
+from recom_jax.errors import EncodeError
+from recom_jax.program import Program
+from tests import cuda_emulation, test_random_programs
+from tests.cuda_emulation import Options, emulate, interpret
+from tests.cuda_emulation.models import GROUPS, as_function
+from tests.helpers import assert_same
+
+pytestmark = pytest.mark.skipif(
+    cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing())
+)
+
+# Tiles as the real plan cuts them, for small and large devices; for buffers that lie badly; then any others.
+WAYS = (
+    Options(sms=1),
+    Options(sms=132, order=3),
+    Options(tiles="unaligned"),
+    Options(tiles="simple", order=1),
+    Options(tiles=1),
+    Options(tiles=2, order=2),
+)
+BATCH = 37  # no other axis of a group has this many elements
+BATCHES = (BATCH, 1, 300)
+
+
+def check(fn: Any, args: Any, bounds: Any, ways: Sequence[Options] = WAYS) -> None:
+    """The function with its fused calls emulated equals itself on the CPU and plain JAX."""
+    c = cuda_emulation.compiled(fn, args)
+    want = jax.jit(fn)(args)
+    on_cpu = c.run(interpret)
+    for way in ways:
+        got = c.run(functools.partial(emulate, options=way))
+        for other, name in ((on_cpu, "the interpreter"), (want, "plain JAX")):
+            try:
+                assert_same(got, other, bounds)
+            except AssertionError as why:
+                raise AssertionError(f"{way}, against {name}:\n{why}") from None
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", GROUPS)
+def test_group(name: str, batch: int) -> None:
+    cases = GROUPS[name](batch)
+    fn, args = as_function(cases)
+    check(fn, args, {k: c.tolerance() for k, c in cases.items()})
+
+
+def cut(arrays: Sequence[Any], sizes: dict[int, int]) -> list[Any]:
+    """The arrays with axes of the given sizes shortened."""
+    shapes = [tuple(sizes.get(n, n) for n in a.shape) for a in arrays]
+    return [
+        np.ascontiguousarray(a[tuple(map(slice, s))]) for a, s in zip(arrays, shapes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_nothing_at_all(name: str) -> None:
+    """A program made for a batch meets an empty one, and bags without positions. (Traced for one, nothing is fused.)"""
+    fn, args = as_function(GROUPS[name](BATCH))
+    ran = []
+
+    def both(program: Program, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        for sizes in (
+            {BATCH: 0, BATCH * 4: 0},
+            {BATCH: 1, 1: 0},
+            {BATCH: 2, 4: 0, 9: 0, 40: 0, 300: 0},
+        ):
+            try:
+                want = interpret(program, cut(operands, sizes), cut(results, sizes))
+            except ValueError:  # such sizes contradict each other
+                continue
+            for way in WAYS:
+                got = emulate(program, cut(operands, sizes), cut(results, sizes), way)
+                assert_same(got, want, 1e-3)
+            ran.append(sizes)
+        return interpret(program, operands, results)
+
+    cuda_emulation.compiled(fn, args).run(both)
+    assert ran
+
+
+# ---- where buffers lie ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["layouts", "dtypes", "jagged", "bag_kinds"])
+def test_packed_operands(name: str) -> None:
+    """Operands inside a pack give the same bits as operands of their own."""
+    cases = GROUPS[name](37)
+    fn, args = as_function(cases)
+    rng = random.Random(name)
+
+    def both(program: Program, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        alone = emulate(program, operands, results)
+        for part in (0.5, 1.0):
+            chosen = [k for k in range(len(operands)) if rng.random() < part]
+            physical, places = cuda_emulation.packed(operands, chosen)
+            for way in (Options(), Options(tiles=5)):
+                got = emulate(program, physical, results, way, places)
+                if way.tiles == "real":
+                    assert [a.tobytes() for a in got] == [a.tobytes() for a in alone]
+        return alone
+
+    cuda_emulation.compiled(fn, args).run(both)
+
+
+@pytest.mark.parametrize("name", ["layouts", "bag_kinds", "digitize"])
+def test_several_launches(name: str) -> None:
+    """A call with more buffers than a launch may name."""
+    cases = GROUPS[name](37)
+    fn, args = as_function(cases)
+    bounds = {k: c.tolerance() for k, c in cases.items()}
+    check(fn, args, bounds, [Options(pointers=n) for n in (8, 12)])
+
+
+# ---- random columns --------------------------------------------------------------------------------------------------
+
+
+def compare_random(seeds: Sequence[int], layout_seed: int, batch: int, tiles: int) -> list[str]:
+    """Raises AssertionError where the emulated model differs. The reasons why a call was not emulated."""
+    model = test_random_programs.build(seeds, layout_seed)
+    b = test_random_programs.arguments(batch, layout_seed)
+    left: list[str] = []
+
+    def run(way: Options, program: Program, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+        try:
+            generate(program)
+        except EncodeError as why:
+            left.append(str(why))
+            return interpret(program, operands, results)
+        return emulate(program, operands, results, way)
+
+    try:
+        c = cuda_emulation.compiled(model.fn, model.params, b)
+        want = c.run(interpret)
+        bounds = [np.full((batch, c.dim), c.bound) for c in model.columns]
+        tolerance = jax.tree.map(np.asarray, test_random_programs._joined(model, bounds, b))
+        for way in (Options(), Options(tiles="unaligned", order=3), Options(tiles=tiles, order=1)):
+            assert_same(c.run(functools.partial(run, way)), want, tolerance)
+    except Exception as why:
+        raise AssertionError(
+            f"seeds={list(seeds)!r} layout_seed={layout_seed} batch={batch} tiles={tiles}\n{why}\n{model.source}"
+        ) from why
+    return left
+
+
+@given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=12),
+    st.integers(0, 2**16),
+    st.sampled_from(test_random_programs.BATCHES),
+    st.integers(0, 2**16),
+)
+@settings(max_examples=max(settings.default.max_examples // 2, 1))
+def test_random_columns(seeds: list[int], layout_seed: int, batch: int, tiles: int) -> None:
+    assert not compare_random(seeds, layout_seed, batch, tiles)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Emulates many random models.")
+    parser.add_argument("--columns", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--per-model", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    options = parser.parse_args()
+    start, done, serial, failed = time.monotonic(), 0, 0, 0
+    while done < options.columns and time.monotonic() - start < options.seconds:
+        r = random.Random(options.seed * 1_000_003 + serial)
+        seeds = [r.randrange(2**32) for _ in range(min(options.per_model, options.columns - done))]
+        rest = r.randrange(2**16), r.choice(test_random_programs.BATCHES), r.randrange(2**16)
+        try:
+            for why in compare_random(seeds, *rest):
+                print(f"model {serial} left to XLA: {why}")
+        except AssertionError as why:
+            failed += 1
+            print(f"FAILED model {serial} of --seed {options.seed}: {str(why)[:1500]}", flush=True)
+            for s in seeds:
+                try:
+                    compare_random([s], *rest)
+                except AssertionError as alone:
+                    print(f"column seed {s} fails alone:\n{alone}", flush=True)
+                    break
+        done += len(seeds)
+        serial += 1
+    print(
+        f"{serial} models, {done} columns, {failed} failed, {time.monotonic() - start:.0f} s, seed {options.seed}"
+    )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
