@@ -1,1 +1,0 @@
-"""The CUDA target: generated kernels, their compilation and loading (docs/cuda_target.md)."""

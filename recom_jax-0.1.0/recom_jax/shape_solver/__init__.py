@@ -1,1 +1,0 @@
-"""Symbolic sizes, the equalities between them, and facts about values. Imports no JAX."""
