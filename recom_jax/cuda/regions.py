@@ -38,19 +38,36 @@ class Regions(Text):
         rows = {r for b in parts[2] for r in reads(b) if made.get(r) == 1}
         flight = self.schedule.flight if len(parts[1]) + len(pools) <= 2 else 2
         flight = 1 if self.slow else flight
-        ahead = self.schedule.ahead and not self.slow
+        first = closure(parts[0], numbers | {b.args[2] for b in counts})
+        piped = (
+            self.schedule.ahead
+            and not self.slow
+            and len(self.cls.outer) <= 1
+            and sum(b.op in ("REGION", "JREGION") for b in self.u.code) == 1
+            and all(b.op != "EXPAND" for b in first)
+        )
         for b in reductions:
             self.start(b)
-        self.put("{")
-        self.depth += 1
-        self.bounds(i)
-        self.numbers_of(
-            i, closure(parts[0], numbers | {b.args[2] for b in counts}), numbers, counts
-        )
+        if not piped:
+            self.put("{")
+        depth, lines = self.depth, self.lines
+        if piped:
+            self.depth, self.lines = 1, []
+        else:
+            self.depth += 1
+        self.ranges(i)
+        self.numbers_of(i, first, numbers, counts)
         self.put(
             f"constexpr int kFlight = {flight}, kRound = round_of(kShare, kFlight), kOwn = kRound / kShare;"
         )
-        self.put("const i32 first = begin + me.slice * kRound;")
+        if piped:
+            self.pipe()
+            self.prologue = self.lines
+            self.depth, self.lines = depth, lines
+            self.put("{")
+            self.depth += 1
+        self.put(f"const Range span = {'here' if piped else 'range_of(bag)'};")
+        self.put("const i32 end = span.end, first = span.begin + me.slice * kRound;")
         missing = [b for b in pools if self.may_miss(b.args[3])]
         for b in missing:
             init = self.imm(self.cls.regs[b.args[2]].dtype, b.args[9])
@@ -64,16 +81,20 @@ class Regions(Text):
             self.put(f"const auto* const mine{b.args[2]} = {at} + f;")
         self.put("if (first < end) {")
         self.depth += 1
-        self.put("Position now[kOwn], next[kOwn];" if ahead else "Position now[kOwn];")
-        own = "i * kShare + me.lane % kShare"
-        if ahead:
-            self.unrolled("i", "kOwn", f"now[i] = numbers(first + {own});")
+        self.put("Position now[kOwn];")
+        load = "now[i] = numbers(bag, end, q0 + i * kShare + me.lane % kShare);"
+        if piped:
+            self.unrolled("i", "kOwn", "now[i] = soon[i];")
         self.put("for (i32 q0 = first; q0 < end; q0 += kRound * t.slices) {")
         self.depth += 1
-        if ahead:  # the next round's ids are on their way while this one's rows are
-            self.unrolled("i", "kOwn", f"next[i] = numbers(q0 + kRound * t.slices + {own});")
+        if piped:
+            self.put("if (q0 != first) {")
+            self.depth += 1
+            self.unrolled("i", "kOwn", load)
+            self.depth -= 1
+            self.put("}")
         else:
-            self.unrolled("i", "kOwn", f"now[i] = numbers(q0 + {own});")
+            self.unrolled("i", "kOwn", load)
         for b in counts:
             self.unrolled(
                 "i",
@@ -90,8 +111,6 @@ class Regions(Text):
             self.put("}")
         if parts[1] or parts[2]:
             self.flights(i, parts, pools, numbers, rows, whole)
-        if ahead:
-            self.unrolled("i", "kOwn", "now[i] = next[i];")
         for _ in range(2):
             self.depth -= 1
             self.put("}")
@@ -214,17 +233,17 @@ class Regions(Text):
     def numbers_of(
         self, region: Instr, code: Sequence[Instr], numbers: set[int], counts: Sequence[Instr]
     ) -> None:
-        """What is computed of a position before any row is read, as a function of the position."""
-        self.position = "q"
+        """What is computed of a position before any row is read, as a function of bag and position."""
         kept = sorted(numbers | {b.args[2] for b in counts})
         lookups = {b.args[3] for b in region.body if b.op == "POOL"}
         self.put("struct Position {")
         self.put(f"  {' '.join(['bool in;', *(f'{self.type_of(r)} r{r};' for r in kept)])}")
         self.put("};")
-        self.put("const auto numbers = [&](i32 at_q) -> Position {")
+        self.put("const auto numbers = [&](i64 bag, i32 end, i32 at_q) -> Position {")
         self.depth += 1
         self.put("Position now;")
-        self.put(self.inside(region))
+        match = f" && seg_{region.args[1]}(at_q) == bag" if self.slow else ""
+        self.put(f"const bool in = at_q < end{match};")
         self.place(region, True, "at_q")
         for b in code:
             self.write(b)
@@ -237,11 +256,11 @@ class Regions(Text):
         self.put("};")
 
     def place(self, region: Instr, wanted: bool, at: str = "q0 + g + u") -> None:
-        """Names the position's index: behind the end, the first one's."""
+        """Names the position's index: behind the last one, the last one's."""
         self.position = "q"
         if not wanted:
             return
-        self.put(f"const i32 q = {at} < end ? {at} : begin;")
+        self.put(f"const i32 q = {at} < total ? {at} : total - 1;")
         if not self.jagged and self.inner > 1:
             self.put("i32 rest_q = q;")
             for k in range(self.inner - 1, 0, -1):
@@ -250,26 +269,57 @@ class Regions(Text):
                 self.put(f"rest_q /= static_cast<i32>({size});")
             self.put("const i32 q_0 = rest_q;")
 
-    def inside(self, region: Instr) -> str:
-        match = f" && seg_{region.args[1]}(at_q) == bag" if self.slow else ""
-        return f"const bool in = at_q < end{match};"
-
-    def bounds(self, i: Instr) -> None:
-        if not self.jagged:
+    def ranges(self, i: Instr) -> None:
+        """How many positions there are, and which are a bag's, as a function of the bag."""
+        if self.jagged:
+            self.put(f"const i32 total = static_cast<i32>({self.slot(i.args[0])});")
+        else:
             sizes = [self.slot(s) for s in i.args[1:]]
-            self.put(f"const i32 begin = 0, end = static_cast<i32>({' * '.join(sizes) or '1'});")
+            self.put(f"const i32 total = static_cast<i32>({' * '.join(sizes) or '1'});")
+        if not self.jagged or self.slow:
+            self.put("const auto range_of = [&](i64) { return Range{0, total}; };")
             return
-        total, seg = self.slot(i.args[0]), i.args[1]
-        self.put(f"i32 begin = 0, end = static_cast<i32>({total});")
-        splits = self.splits(i)
-        if self.slow:
-            return
+        seg, splits = i.args[1], self.splits(i)
         if splits is None:
-            self.put(f"begin = lower_bound(seg_{seg}, end, bag);")
-            self.put(f"end = lower_bound(seg_{seg}, end, bag + 1);")
+            self.put(
+                f"const auto range_of = [&](i64 bag) {{ return range_in(seg_{seg}, total, bag); }};"
+            )
         else:
             n = self.slot(splits[2])
-            self.put(f"split_range(splits_{seg}, {n}, bag, begin, end);")
+            self.put(
+                f"const auto range_of = [&](i64 bag) {{ return split_range(splits_{seg}, {n}, total, bag); }};"
+            )
+
+    def pipe(self) -> None:
+        """The next bag's ids, and the limits of the one after it, travel while a bag's rows do."""
+        first = "me.slice * kRound + i * kShare + me.lane % kShare"
+        self.put("const auto bag_at = [&](int at) -> i64 {")
+        self.put("  return t.bag0 + (!me.idle && at + me.first < t.bags ? at + me.first : 0);")
+        self.put("};")
+        self.put("Range here = range_of(bag_at(0)), ahead = range_of(bag_at(me.step));")
+        self.put("Position soon[kOwn] = {};")
+        self.put("if (total > 0) {")
+        self.depth += 1
+        self.unrolled("i", "kOwn", f"soon[i] = numbers(bag_at(0), here.end, here.begin + {first});")
+        self.depth -= 1
+        self.put("}")
+        keep, self.lines = self.lines, []
+        self.put("const Range then = range_of(bag_at(at + 2 * me.step));")
+        self.put("Position next[kOwn] = {};")
+        self.put("if (total > 0) {")
+        self.depth += 1
+        self.unrolled(
+            "i",
+            "kOwn",
+            f"next[i] = numbers(bag_at(at + me.step), ahead.end, ahead.begin + {first});",
+        )
+        self.depth -= 1
+        self.put("}")
+        self.pass_head, self.lines = self.lines, []
+        self.put("here = ahead;")
+        self.put("ahead = then;")
+        self.unrolled("i", "kOwn", "soon[i] = next[i];")
+        self.pass_tail, self.lines = self.lines, keep
 
     def finish(self, region: Instr, reductions: Sequence[Instr], counts: Sequence[Instr]) -> None:
         for b in reductions:

@@ -178,9 +178,11 @@ def _fixed(
         if kind not in (IMM, DIM):
             continue
         values = {_constant(program, cls, c, slot) for c in columns}
-        if len(values) == 1 and (v := values.pop()) is not None:
-            equal[slot] = v
-        elif all(v is not None and -(2**31) <= v < 2**31 for v in values):
+        if None in values:
+            continue
+        if len(values) == 1:
+            equal[slot] = values.pop() or 0
+        elif all(-(2**31) <= (v or 0) < 2**31 for v in values):
             small.add(slot)
     return equal, frozenset(small)
 

@@ -43,21 +43,28 @@ RECOM_FN T* target(const Params& p, i64 place) {
 template <class F>
 RECOM_FN bool block_ascends(const F& f, i64 n) {
   bool ok = true;
-#pragma unroll 1  // more on their way would take registers that the rest of the kernel has no use for
+#pragma unroll 4  // more on their way would take registers that the rest of the kernel has no use for
   for (i64 k = threadIdx.x; k + 1 < n; k += kThreads) ok &= f(k) <= f(k + 1);
   return __syncthreads_and(ok) != 0;
 }
 
-// The positions of a bag: [splits[bag], splits[bag + 1]), the last one's up to the end; n splits, ascending.
+// The positions of a bag.
+struct Range {
+  i32 begin, end;
+};
+// From n splits that ascend: [splits[bag], splits[bag + 1]), the last one's up to the end.
 template <class T>
-RECOM_FN void split_range(const T* splits, i64 n, i64 bag, i32& begin, i32& end) {
-  const i64 total = end;
-  begin = end = 0;
-  if (bag >= n) return;
+RECOM_FN Range split_range(const T* splits, i64 n, i32 total, i64 bag) {
+  if (bag >= n) return Range{0, 0};
   const i64 first = static_cast<i64>(load_one(splits + bag));
   const i64 last = bag + 1 < n ? static_cast<i64>(load_one(splits + bag + 1)) : total;
-  begin = static_cast<i32>(first < 0 ? 0 : first < total ? first : total);
-  end = static_cast<i32>(last < 0 ? 0 : last < total ? last : total);
+  return Range{static_cast<i32>(first < 0 ? 0 : first < total ? first : total),
+               static_cast<i32>(last < 0 ? 0 : last < total ? last : total)};
+}
+// From segment ids that ascend.
+template <class F>
+RECOM_FN Range range_in(const F& seg, i32 total, i64 bag) {
+  return Range{lower_bound(seg, total, bag), lower_bound(seg, total, bag + 1)};
 }
 
 }  // namespace recom_cuda
