@@ -57,6 +57,7 @@ class Body(Regions):
             f"  {lanes}",
             *([] if u.form == PLAIN else [f"  constexpr int kShare = {share};"]),
             f"  const Worker me(p, t, kLanes, {stride});",
+            *([] if u.form == PLAIN else ["  const Team<kShare> team(me, t.slices);"]),
         ]
         for s in sorted(self.used):
             kind = self.cls.slots[s]
@@ -68,9 +69,7 @@ class Body(Regions):
                 small = s in u.small
                 value = f"static_cast<i32>(me.word({1 + s}))" if small else f"me.word({1 + s})"
                 head.append(f"  const {'i32' if small else 'i64'} s{s} = {value};")
-        return [
-            *head, *before, *self.prologue, *self.loop_head(), *passes, *self.loop_tail(), "}"
-        ]  # fmt: skip
+        return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), "}"]
 
     def before(self) -> list[str]:
         """What the whole block finds out before its first bag."""
@@ -118,17 +117,16 @@ class Body(Regions):
         lines = [
             "  for (int at = 0; at < t.bags; at += me.step) {",
             "    const bool on = !me.idle && at + me.first < t.bags;",
-            "    const i64 bag = t.bag0 + (on ? at + me.first : 0);",
+            "    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);",
         ]
         outer = self.cls.outer
         if len(outer) > 1:
-            lines.append("    i64 rest = bag;")
+            lines.append("    i32 rest = bag;")
             for k in range(len(outer) - 1, 0, -1):
                 size = self.slot_late(outer[k])
-                lines.append(f"    const i64 bag_{k} = rest % {size};")
-                lines.append(f"    rest /= {size};")
-            lines.append("    const i64 bag_0 = rest;")
-        lines += ["  " + line for line in self.pass_head]
+                lines.append(f"    const i32 bag_{k} = rest % static_cast<i32>({size});")
+                lines.append(f"    rest /= static_cast<i32>({size});")
+            lines.append("    const i32 bag_0 = rest;")
         if u.width_slot >= 0:
             width = str(u.width) if u.width is not None else self.slot_late(u.width_slot)
             lines += [
@@ -147,8 +145,7 @@ class Body(Regions):
         return str(value) if value is not None else f"me.word({1 + s})"
 
     def loop_tail(self) -> list[str]:
-        tail = ["  " + line for line in self.pass_tail]
-        return ["    }", *tail, "  }"] if self.u.width_slot >= 0 else [*tail, "  }"]
+        return ["    }", "  }"] if self.u.width_slot >= 0 else ["  }"]
 
     def store(self, i: Instr) -> None:
         src, buffer, offset, _, *strides = i.args

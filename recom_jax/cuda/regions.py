@@ -1,8 +1,8 @@
 """Loops over positions: bags of equally many, and jagged ones.
 
-The lanes of a bag share its positions' numbers (ids, masks, weights): each lane computes those of some positions
-of a *round*, and shuffles hand them to all lanes, which read the rows together, kFlight rows on their way at once.
-The next round's ids travel while this round's rows do. Slices of a bag take turns with rounds.
+All threads of a bag, its *team*, share the numbers of its positions (ids, masks, weights): each computes those of
+some positions, and shuffles hand them on. The lanes of a slice read rows together, kFlight rows on their way at
+once; slices take turns, position by position, so that each has as many as the others.
 """
 
 from __future__ import annotations
@@ -39,35 +39,14 @@ class Regions(Text):
         flight = self.schedule.flight if len(parts[1]) + len(pools) <= 2 else 2
         flight = 1 if self.slow else flight
         first = closure(parts[0], numbers | {b.args[2] for b in counts})
-        piped = (
-            self.schedule.ahead
-            and not self.slow
-            and len(self.cls.outer) <= 1
-            and sum(b.op in ("REGION", "JREGION") for b in self.u.code) == 1
-            and all(b.op != "EXPAND" for b in first)
-        )
         for b in reductions:
             self.start(b)
-        if not piped:
-            self.put("{")
-        depth, lines = self.depth, self.lines
-        if piped:
-            self.depth, self.lines = 1, []
-        else:
-            self.depth += 1
+        self.put("{")
+        self.depth += 1
         self.ranges(i)
+        self.put("const i32 end = span.end;")
         self.numbers_of(i, first, numbers, counts)
-        self.put(
-            f"constexpr int kFlight = {flight}, kRound = round_of(kShare, kFlight), kOwn = kRound / kShare;"
-        )
-        if piped:
-            self.pipe()
-            self.prologue = self.lines
-            self.depth, self.lines = depth, lines
-            self.put("{")
-            self.depth += 1
-        self.put(f"const Range span = {'here' if piped else 'range_of(bag)'};")
-        self.put("const i32 end = span.end, first = span.begin + me.slice * kRound;")
+        self.put(f"constexpr int kFlight = {flight}, kOwn = own_numbers(kShare, kFlight);")
         missing = [b for b in pools if self.may_miss(b.args[3])]
         for b in missing:
             init = self.imm(self.cls.regs[b.args[2]].dtype, b.args[9])
@@ -79,22 +58,10 @@ class Regions(Text):
             table, base, _ = self.table(b)
             at = table if base == "0" else f"{table} + {base}"
             self.put(f"const auto* const mine{b.args[2]} = {at} + f;")
-        self.put("if (first < end) {")
+        self.put("for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {")
         self.depth += 1
         self.put("Position now[kOwn];")
-        load = "now[i] = numbers(bag, end, q0 + i * kShare + me.lane % kShare);"
-        if piped:
-            self.unrolled("i", "kOwn", "now[i] = soon[i];")
-        self.put("for (i32 q0 = first; q0 < end; q0 += kRound * t.slices) {")
-        self.depth += 1
-        if piped:
-            self.put("if (q0 != first) {")
-            self.depth += 1
-            self.unrolled("i", "kOwn", load)
-            self.depth -= 1
-            self.put("}")
-        else:
-            self.unrolled("i", "kOwn", load)
+        self.unrolled("i", "kOwn", "now[i] = numbers(q0 + i * team.size + team.rank);")
         for b in counts:
             self.unrolled(
                 "i",
@@ -111,15 +78,12 @@ class Regions(Text):
             self.put("}")
         if parts[1] or parts[2]:
             self.flights(i, parts, pools, numbers, rows, whole)
-        for _ in range(2):
-            self.depth -= 1
-            self.put("}")
+        self.depth -= 1
+        self.put("}")
         self.finish(i, reductions, counts)
         for b in missing:
             dst, kind = b.args[2], KINDS[b.args[1]]
-            self.put(
-                f"join_missing<{kind}>(r{dst}, lost{dst}, missed{dst}, kShare, kLanes, t.slices);"
-            )
+            self.put(f"join_missing<{kind}>(r{dst}, lost{dst}, missed{dst}, team.size);")
         self.one_hots(i, pools)
         self.depth -= 1
         self.put("}")
@@ -131,7 +95,7 @@ class Regions(Text):
         dst, kind = (b.args[2], b.args[1]) if pool else (b.args[1], b.args[0])
         init = self.imm(self.cls.regs[dst].dtype, b.args[9 if pool else 3])
         row = self.is_row(dst)
-        start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'me.slice + me.lane % kShare'})"
+        start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'team.rank'})"
         start = f"spread<kVec>({start})" if row else start
         self.put(f"{self.type_of(dst)} r{dst} = {start};")
 
@@ -145,20 +109,18 @@ class Regions(Text):
     ) -> None:  # fmt: skip
         """The rows of a round, kFlight at a time."""
         self.put("#pragma unroll 1")
-        self.put("for (int g = 0; g < kRound; g += kFlight) {")
+        self.put("for (int g = 0; g < kOwn * kShare; g += kFlight) {")
         self.depth += 1
-        self.put("if (q0 + g >= end) break;")
+        self.put("if (q0 + g * t.slices >= end) break;")
         for r in sorted(numbers):
             self.put(f"{self.type_of(r)} r{r}[kFlight];")
-            self.unrolled(
-                "u", "kFlight", f"r{r}[u] = share<kShare>(now[own_of(kShare, u)].r{r}, g + u);"
-            )
+            self.unrolled("u", "kFlight", f"r{r}[u] = team.share(now[u / kShare].r{r}, g + u);")
         if whole:
             self.put("bool in[kFlight];")
             self.unrolled(
                 "u",
                 "kFlight",
-                "in[u] = q0 + g + u < end && share<kShare>(now[own_of(kShare, u)].in, g + u);",
+                "in[u] = team.share(now[u / kShare].in, g + u);",
             )
         for r in sorted(rows):
             self.put(f"{self.type_of(r)} r{r}[kFlight];")
@@ -239,7 +201,7 @@ class Regions(Text):
         self.put("struct Position {")
         self.put(f"  {' '.join(['bool in;', *(f'{self.type_of(r)} r{r};' for r in kept)])}")
         self.put("};")
-        self.put("const auto numbers = [&](i64 bag, i32 end, i32 at_q) -> Position {")
+        self.put("const auto numbers = [&](i32 at_q) -> Position {")
         self.depth += 1
         self.put("Position now;")
         match = f" && seg_{region.args[1]}(at_q) == bag" if self.slow else ""
@@ -255,7 +217,9 @@ class Regions(Text):
         self.depth -= 1
         self.put("};")
 
-    def place(self, region: Instr, wanted: bool, at: str = "q0 + g + u") -> None:
+    def place(
+        self, region: Instr, wanted: bool, at: str = "q0 + (g + u) * t.slices + me.slice"
+    ) -> None:
         """Names the position's index: behind the last one, the last one's."""
         self.position = "q"
         if not wanted:
@@ -270,65 +234,28 @@ class Regions(Text):
             self.put("const i32 q_0 = rest_q;")
 
     def ranges(self, i: Instr) -> None:
-        """How many positions there are, and which are a bag's, as a function of the bag."""
+        """How many positions there are, and which are the bag's."""
         if self.jagged:
             self.put(f"const i32 total = static_cast<i32>({self.slot(i.args[0])});")
         else:
             sizes = [self.slot(s) for s in i.args[1:]]
             self.put(f"const i32 total = static_cast<i32>({' * '.join(sizes) or '1'});")
         if not self.jagged or self.slow:
-            self.put("const auto range_of = [&](i64) { return Range{0, total}; };")
+            self.put("const Range span{0, total};")
             return
         seg, splits = i.args[1], self.splits(i)
         if splits is None:
-            self.put(
-                f"const auto range_of = [&](i64 bag) {{ return range_in(seg_{seg}, total, bag); }};"
-            )
+            self.put(f"const Range span = range_in(seg_{seg}, total, bag);")
         else:
             n = self.slot(splits[2])
-            self.put(
-                f"const auto range_of = [&](i64 bag) {{ return split_range(splits_{seg}, {n}, total, bag); }};"
-            )
-
-    def pipe(self) -> None:
-        """The next bag's ids, and the limits of the one after it, travel while a bag's rows do."""
-        first = "me.slice * kRound + i * kShare + me.lane % kShare"
-        self.put("const auto bag_at = [&](int at) -> i64 {")
-        self.put("  return t.bag0 + (!me.idle && at + me.first < t.bags ? at + me.first : 0);")
-        self.put("};")
-        self.put("Range here = range_of(bag_at(0)), ahead = range_of(bag_at(me.step));")
-        self.put("Position soon[kOwn] = {};")
-        self.put("if (total > 0) {")
-        self.depth += 1
-        self.unrolled("i", "kOwn", f"soon[i] = numbers(bag_at(0), here.end, here.begin + {first});")
-        self.depth -= 1
-        self.put("}")
-        keep, self.lines = self.lines, []
-        self.put("const Range then = range_of(bag_at(at + 2 * me.step));")
-        self.put("Position next[kOwn] = {};")
-        self.put("if (total > 0) {")
-        self.depth += 1
-        self.unrolled(
-            "i",
-            "kOwn",
-            f"next[i] = numbers(bag_at(at + me.step), ahead.end, ahead.begin + {first});",
-        )
-        self.depth -= 1
-        self.put("}")
-        self.pass_head, self.lines = self.lines, []
-        self.put("here = ahead;")
-        self.put("ahead = then;")
-        self.unrolled("i", "kOwn", "soon[i] = next[i];")
-        self.pass_tail, self.lines = self.lines, keep
+            self.put(f"const Range span = split_range(splits_{seg}, {n}, total, bag);")
 
     def finish(self, region: Instr, reductions: Sequence[Instr], counts: Sequence[Instr]) -> None:
         for b in reductions:
             dst, kind = (b.args[2], b.args[1]) if b.op == "POOL" else (b.args[1], b.args[0])
             # Lanes hold features of their own, but parts of a number.
-            first = "1, kShare" if b in counts else ""
-            if first:
-                self.put(f"join_slices<{KINDS[kind]}>(r{dst}, {first});")
-            self.put(f"join_slices<{KINDS[kind]}>(r{dst}, kLanes, t.slices);")
+            lanes = "1, team.size" if b in counts else "kLanes, t.slices"
+            self.put(f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});")
 
     def one_hots(self, region: Instr, pools: Sequence[Instr]) -> None:
         """What one-hot products make of rows that no position of the bag selected."""

@@ -71,7 +71,17 @@ RECOM_FN Row<E, N> load_vector(const E* at) {
   }
   return r;
 }
-// Plain assignments of vectors may be split into their elements; these are one instruction each.
+// Sixteen bytes at once: a plain assignment may be split into its elements.
+RECOM_FN void store_16(void* at, const uint4& w) {
+#ifdef __CUDA_ARCH__
+  asm volatile(
+      "{ .reg .u64 g; cvta.to.global.u64 g, %0; st.global.v4.b32 [g], {%1, %2, %3, %4}; }" ::"l"(at), "r"(w.x),
+      "r"(w.y), "r"(w.z), "r"(w.w)
+      : "memory");
+#else
+  *static_cast<uint4*>(at) = w;
+#endif
+}
 template <class E, int N>
 RECOM_FN void store_vector(E* at, const Row<E, N>& r) {
   constexpr int bytes = static_cast<int>(sizeof(E)) * N;
@@ -81,11 +91,11 @@ RECOM_FN void store_vector(E* at, const Row<E, N>& r) {
     uint4 w[bytes / 16];
     memcpy(w, &r, bytes);
 #pragma unroll
-    for (int i = 0; i < bytes / 16; ++i) __stwb(reinterpret_cast<uint4*>(at) + i, w[i]);
+    for (int i = 0; i < bytes / 16; ++i) store_16(reinterpret_cast<uint4*>(at) + i, w[i]);
   } else if constexpr (bytes == 8) {
     uint2 w;
     memcpy(&w, &r, bytes);
-    __stwb(reinterpret_cast<uint2*>(at), w);
+    *reinterpret_cast<uint2*>(at) = w;
   } else if constexpr (bytes == 4) {
     u32 w;
     memcpy(&w, &r, bytes);
@@ -184,28 +194,6 @@ RECOM_FN T shuffle_xor(T x, int mask) {
     return static_cast<T>(__shfl_xor_sync(0xffffffffu, static_cast<i32>(x), mask));
   }
 }
-// How many positions a round has, and which of a lane's numbers is that of position u of a flight.
-RECOM_FN constexpr int round_of(int share, int flight) { return share > flight ? share : flight; }
-RECOM_FN constexpr int own_of(int share, int u) { return u / share; }
-// The value that lane `position % kShare` of the kShare neighbours has. All of those call it.
-template <int kShare, class T>
-RECOM_FN T share(T x, int position) {
-  if constexpr (kShare == 1) {
-    return x;
-  } else {
-    const u32 group = (kShare == 32 ? 0xffffffffu : ((1u << (kShare & 31)) - 1u))
-                      << (threadIdx.x & 31u & ~static_cast<u32>(kShare - 1));
-    const int from = position % kShare;
-    if constexpr (sizeof(T) == 8) {
-      return bitcast_one<T>(__shfl_sync(group, bitcast_one<u64>(x), from, kShare));
-    } else if constexpr (sizeof(T) == 4) {
-      return bitcast_one<T>(__shfl_sync(group, bitcast_one<u32>(x), from, kShare));
-    } else {
-      return static_cast<T>(__shfl_sync(group, static_cast<i32>(x), from, kShare));
-    }
-  }
-}
-
 // Combines what the slices of a bag found; every lane gets the result. All threads of a warp call it.
 template <int kKind, class T>
 RECOM_FN void join_slices(T& acc, int lanes, int slices) {
@@ -226,12 +214,10 @@ RECOM_FN void join_slices(Row<T, N>& acc, int lanes, int slices) {
 // Missing rows are rare, and all of them look alike: they are summed up as numbers, by the lanes that found them,
 // and join the bag's rows at the end. All threads of a warp call it.
 template <int kKind, class T, class R>
-RECOM_FN void join_missing(R& acc, T lost, bool missed, int share, int lanes, int slices) {
+RECOM_FN void join_missing(R& acc, T lost, bool missed, int team) {
   if (!__any_sync(0xffffffffu, missed)) return;
-  join_slices<kKind>(lost, 1, share);
-  join_slices<kKind>(lost, lanes, slices);
-  join_slices<kMax>(missed, 1, share);
-  join_slices<kMax>(missed, lanes, slices);
+  join_slices<kKind>(lost, 1, team);
+  join_slices<kMax>(missed, 1, team);
   if (missed) acc = combine<kKind>(acc, lost);
 }
 

@@ -30,6 +30,38 @@ struct Worker {
   RECOM_FN i64 word(int k) const { return __ldg(words + k); }
 };
 
+// How many positions each thread of a team computes the numbers of, so that all slices have a flight of rows.
+RECOM_FN constexpr int own_numbers(int share, int flight) { return flight > share ? flight / share : 1; }
+
+// The threads that share a bag's numbers: kShare lanes of each slice (1: no lane knows its neighbours').
+template <int kShare>
+struct Team {
+  int size, rank, slices, slice;
+
+  RECOM_FN Team(const Worker& me, int slices) : slices(slices), slice(me.slice) {
+    size = kShare * slices;
+    rank = kShare == 1 ? me.slice : me.slice * kShare + me.lane;
+  }
+  // What the thread knows that computed the numbers of this slice's n-th position. The whole team calls it.
+  template <class T>
+  RECOM_FN T share(T x, int n) const {
+    if constexpr (kShare == 1) {
+      return x;  // each slice computes its own
+    } else {
+      const u32 all = size == 32 ? 0xffffffffu : (1u << size) - 1u;
+      const u32 group = all << (threadIdx.x & 31u & ~static_cast<u32>(size - 1));
+      const int from = n % kShare * slices + slice;
+      if constexpr (sizeof(T) == 8) {
+        return bitcast_one<T>(__shfl_sync(group, bitcast_one<u64>(x), from, size));
+      } else if constexpr (sizeof(T) == 4) {
+        return bitcast_one<T>(__shfl_sync(group, bitcast_one<u32>(x), from, size));
+      } else {
+        return static_cast<T>(__shfl_sync(group, static_cast<i32>(x), from, size));
+      }
+    }
+  }
+};
+
 template <class T>
 RECOM_FN const T* source(const Params& p, i64 place) {
   return reinterpret_cast<const T*>(p.buffer[place >> kOffsetBits] + (place & ((i64{1} << kOffsetBits) - 1)));
