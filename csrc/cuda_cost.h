@@ -14,7 +14,7 @@ inline constexpr int kBlocksPerSm = 8;
 // whole.
 inline constexpr int kTilesPerSm = 2 * kBlocksPerSm;
 // A block amortises reading its words over passes; more than a few make the tail long.
-inline constexpr int kMaxPasses = 16;
+inline constexpr int kMaxPasses = 8;
 // A store's run of adjacent columns: a whole cache line.
 inline constexpr int64_t kRunBytes = 128;
 
