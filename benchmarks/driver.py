@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         "and settings, are skipped.",
         epilog=f"cases:\n{cases}\n\nthen: python -m benchmarks.report",
     )  # fmt: skip
-    p.add_argument("case", nargs="*", help="which cases (default: all)")
+    p.add_argument("case", nargs="*", help="which cases (default: all that need no GPU)")
     p.add_argument("--quick", action="store_true",
                    help="every line in seconds, with tiny models; the numbers mean nothing")  # fmt: skip
     p.add_argument("--out", type=pathlib.Path, help="folder of the results (default: benchmarks/results; "
@@ -137,8 +137,9 @@ def command_of(args: argparse.Namespace, case: str, out: pathlib.Path) -> list[s
 def main(argv: Sequence[str] | None = None) -> int:
     from benchmarks.cases import ALL, CASES
 
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     args = parser().parse_args(argv)
+    wants_gpu = any(CASES[n].gpu for n in args.case if n in CASES)
+    os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if wants_gpu else "cpu")
     console = Console(stderr=True)
     unknown = [name for name in args.case if name not in CASES]
     if unknown:
@@ -146,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     settings = settings_of(args)
     out = (args.out or (QUICK_RESULTS if args.quick else RESULTS)).resolve()
-    names = args.case or [c.name for c in ALL]
+    names = args.case or [c.name for c in ALL if not c.gpu]
     todo = [n for n in names if args.force or not is_done(path_of(out, n), settings)]
     for name in names:
         if name not in todo:

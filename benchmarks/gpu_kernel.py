@@ -61,9 +61,7 @@ def kernel_of(fn: Any, *args: Any) -> Kernel:
     if missing:
         raise ValueError(f"the call reads {len(missing)} values that XLA computes")
     operands = tuple(jax.device_put(where[id(v)]) for v in scheduled.operands)
-    results = tuple(
-        jnp.full(o.var.aval.shape, 7, o.var.aval.dtype) for o in scheduled.outputs
-    )
+    results = tuple(jnp.full(o.var.aval.shape, 7, o.var.aval.dtype) for o in scheduled.outputs)
     jax.block_until_ready((operands, results))
     n = len(operands) + len(results)
     pointers = next((p for p in (32, 512, 4064) if p >= n), 4064)

@@ -30,12 +30,14 @@ def machine() -> dict[str, Any]:
     """CPU model, cores that this process may use, memory (GiB), operating system, JAX's backend."""
     kib = _field("/proc/meminfo", "MemTotal")
     affinity = getattr(os, "sched_getaffinity", None)
+    gpu = {"gpu": jax.devices()[0].device_kind} if jax.default_backend() == "gpu" else {}
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": len(affinity(0)) if affinity else os.cpu_count(),
         "memory_gib": round(int(kib.split()[0]) / 2**20, 1) if kib else None,
         "os": platform.platform(),
         "backend": jax.default_backend(),
+        **gpu,
     }
 
 
@@ -99,7 +101,7 @@ def load() -> list[float]:
 
 def key(machine: dict[str, Any], versions: dict[str, Any]) -> str:
     """A short name for a machine with versions, used in file names: equal exactly if all of them are."""
-    parts = [machine["cpu"], f"{machine['cores']}c", f"jax{versions['jax']}"]
+    parts = [machine.get("gpu", machine["cpu"]), f"{machine['cores']}c", f"jax{versions['jax']}"]
     if "recom_jax" in versions:
         parts.append(f"recom{versions['recom_jax']}")
     readable = re.sub(r"[^a-z0-9.]+", "-", "-".join(parts).lower()).strip("-")

@@ -142,7 +142,9 @@ def machine_section(cases: Sequence[Data]) -> list[str]:
     facts = f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, {m['os']}. Python {v['python']}, JAX "
     facts += f"{v['jax']} (jaxlib {v['jaxlib']}), numpy {v['numpy']}; the extension built by "
     facts += f"{v['compiler'] or 'an unknown compiler'}, running {v['isa'] or 'unknown'} code."
-    lines = [f"## {m['cpu']}, {m['cores']} cores, JAX {v['jax']}", "", facts, "", *reach(cases), ""]
+    title = f"{m['gpu']}, " if "gpu" in m else ""
+    title += f"{m['cpu']}, {m['cores']} cores, JAX {v['jax']}"
+    lines = [f"## {title}", "", facts, "", *reach(cases), ""]
     for data in cases:
         lines += case_section(data)
     return lines

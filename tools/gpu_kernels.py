@@ -1,6 +1,6 @@
 """Kernel times of the models on a GPU, each result compared with the CPU interpreter's. Needs no JAX on the way.
 
-    python tools/gpu_kernels.py [--models e f A B C D] [--batches 256 2048] [--rows 1048576]
+python tools/gpu_kernels.py [--models e f A B C D] [--batches 256 2048] [--rows 1048576]
 """
 
 import argparse
@@ -58,16 +58,19 @@ def main() -> None:
             worst = None
             if not args.no_check:
                 want = oracle(kernel)
-                worst = max(
-                    gpu_kernel.error(kernel, w, k) for k, w in enumerate(want)
-                )
+                worst = max(gpu_kernel.error(kernel, w, k) for k, w in enumerate(want))
             line = {
                 "model": name, "batch": size, "warm_us": warm.median * 1e3, "cold_us": cold.median * 1e3,
                 "launches": warm.launches, "blocks": warm.blocks, "operand_mb": kernel.operand_bytes / 1e6,
                 "result_mb": kernel.result_bytes / 1e6, "error": worst, "prepare_s": made,
             }  # fmt: skip
             lines.append(line)
-            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
+            print(
+                json.dumps(
+                    {k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}
+                ),
+                flush=True,
+            )
         del params
     if args.out:
         args.out.write_text(json.dumps(lines, indent=1))

@@ -15,7 +15,12 @@ from recom_jax.cuda.codegen import Schedule
 from tools.gpu_kernels import oracle
 
 # (flight, blocks)
-SCHEDULES = {"A": ((4, 4), (4, 3), (2, 5)), "C": ((4, 4), (2, 5)), "D": ((4, 4), (2, 5)), "e": ((4, 4), (2, 5))}
+SCHEDULES = {
+    "A": ((4, 4), (4, 3), (2, 5)),
+    "C": ((4, 4), (2, 5)),
+    "D": ((4, 4), (2, 5)),
+    "e": ((4, 4), (2, 5)),
+}
 SLICES, SMS = (2, 4, 6), (132,)
 
 

@@ -3,19 +3,29 @@
 import dataclasses
 from collections.abc import Callable
 
-from benchmarks.cases import ablation, columns_e, first_result, micro, models, others, scaling
+from benchmarks.cases import (
+    ablation,
+    columns_e,
+    first_result,
+    gpu,
+    micro,
+    models,
+    others,
+    scaling,
+)
 from benchmarks.context import Context
 from benchmarks.record import Result
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`minutes` is about what it takes on a quiet machine with two cores."""
+    """`minutes` is about what it takes on a quiet machine with two cores (`gpu`: it needs one)."""
 
     name: str
     title: str
     minutes: float
     run: Callable[[Context], Result]
+    gpu: bool = False
 
 
 ALL = (
@@ -28,5 +38,7 @@ ALL = (
     Case("ablation", "Model E with a rewrite left out", 3, ablation.run),
     Case("recflex", "RecFlex A, jagged bags (cut down)", 3, others.run_recflex),
     Case("criteo", "Criteo: DLRM", 2, others.run_criteo),
+    Case("gpu_kernels", "CUDA: kernel times beside their peers", 3, gpu.run_kernels, gpu=True),
+    Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
 )
 CASES = {case.name: case for case in ALL}
