@@ -5,7 +5,7 @@ Bag space is straight-line code, run once a bag and lane; regions.py has the loo
 
 from __future__ import annotations
 
-from recom_jax.cuda.regions import Regions
+from recom_jax.cuda.regions import BAGS, Regions
 from recom_jax.cuda.text import TYPES, Unsupported
 from recom_jax.cuda.units import PLAIN, walk
 from recom_jax.program import OPERAND, RESULT, Instr
@@ -100,14 +100,19 @@ class Body(Regions):
         if splits is None:
             self.put(f"const bool ascends_{seg} = block_ascends(seg_{seg}, {total});")
         else:
-            buffer, offset, n = splits
+            mode, buffer, offset, n = splits
             at = self.buffer(buffer)
             at = at if self.u.constants.get(offset) == 0 else f"{at} + {self.slot(offset)}"
-            self.put(f"const auto* const splits_{seg} = {at};")
-            self.put(
-                f"const bool ascends_{seg} = block_ascends([&](i64 k) {{ return "
-                f"static_cast<i64>(load_one(splits_{seg} + k)); }}, {self.slot(n)});"
-            )
+            if mode in BAGS:
+                kind = f"{BAGS[mode]}<{TYPES[self.u.dtypes[buffer]]}>"
+                self.put(f"{kind} bags_{seg}{{{at}, {self.slot(n)}}};")
+                self.put(f"const bool ascends_{seg} = bags_{seg}.ascend(t);")
+            else:
+                self.put(f"const auto* const splits_{seg} = {at};")
+                self.put(
+                    f"const bool ascends_{seg} = block_ascends([&](i64 k) {{ return "
+                    f"static_cast<i64>(load_one(splits_{seg} + k)); }}, {self.slot(n)});"
+                )
         self.put(f"if (!ascends_{seg}) return class_{self.number}_any(p);")
 
     def width(self) -> str:

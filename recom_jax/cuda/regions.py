@@ -13,6 +13,9 @@ from recom_jax.cuda.text import KINDS, TYPES, Text, Unsupported
 from recom_jax.cuda.units import closure, reads, walk, writes
 from recom_jax.program import Instr, Reg
 
+# How bags lie that a search of this mode finds (recom_tile.cuh).
+BAGS = {"SPLITS": "SplitBags", "LENGTHS": "LengthBags"}
+
 
 class Regions(Text):
     """Adds REGION and JREGION."""
@@ -284,8 +287,10 @@ class Regions(Text):
             self.put(
                 f"const auto range_of = [&](i64 bag) {{ return range_in(seg_{seg}, total, bag); }};"
             )
+        elif splits[0] in BAGS:
+            self.put(f"const auto range_of = [&](i64 bag) {{ return bags_{seg}.range(total, bag); }};")
         else:
-            n = self.slot(splits[2])
+            n = self.slot(splits[3])
             self.put(
                 f"const auto range_of = [&](i64 bag) {{ return split_range(splits_{seg}, {n}, total, bag); }};"
             )
@@ -367,8 +372,11 @@ class Regions(Text):
         self.put("};")
         self.in_flight, self.position, self.jagged = kept, position, jagged
 
-    def splits(self, region: Instr) -> tuple[int, int, int] | None:
-        """(buffer, offset, count) of row splits, if segment ids are `searchsorted(splits, position, right) - 1`."""
+    def splits(self, region: Instr) -> tuple[str, int, int, int] | None:
+        """(search mode, buffer, offset, count) of row splits or lengths.
+
+        If segment ids are `searchsorted(splits, position, right) - 1`, or what `jnp.repeat` makes.
+        """
         made = {writes(i): i for i in region.body}
         sub = made.get(region.args[1])
         if sub is None or sub.op != "BINARY" or sub.args[0] != "sub":
@@ -392,9 +400,10 @@ class Regions(Text):
             return None
         if [self.u.constants.get(s) for s in (x.args[1], *x.args[3:])] != [0, 1]:
             return None
-        if self.u.dtypes[search.args[4]] not in ("int32", "int64", "uint32"):
+        mode, buffer = search.args[0], search.args[4]
+        if self.u.dtypes[buffer] not in ("int32", "int64", "uint32") and mode not in BAGS:
             return None
-        return search.args[4], search.args[5], search.args[6]
+        return mode, buffer, search.args[5], search.args[6]
 
     def integer(self, r: int) -> bool:
         return self.cls.regs[r].dtype in ("int32", "int64", "uint32", "uint64")

@@ -181,9 +181,8 @@ class Text:
             return f"x_bitcast<{TYPES[dtype]}>({reg(a[1])})"
         if i.op == "SEARCH":
             find = f"search_{a[0].lower()}<{SIDES[a[1]]}>"
-            return (
-                f"{find}({reg(a[3])}, {self.buffer(a[4])} + {self.slot(a[5])}, {self.slot(a[6])})"
-            )
+            sizes = ", ".join(self.slot(s) for s in a[6:])
+            return f"{find}({reg(a[3])}, {self.buffer(a[4])} + {self.slot(a[5])}, {sizes})"
         if i.op == "SEARCH_UNIFORM":
             x = self.cls.regs[a[2]].dtype
             grid = f"{self.imm(x, a[3])}, {self.imm(x, a[4])}, {self.slot(a[5])}"
