@@ -252,8 +252,11 @@ void ClassDecoder::fields(Op* o, Reader* r) {
         o->offset = size_slot(r);
       }
       o->n = size_slot(r);
+      if (by_bags(*o)) o->total = size_slot(r);
       read(o->a, pos);
-      check(k.search[0][at(o->a).dtype], "search on this dtype");
+      check(by_bags(*o) ? element_size(at(o->a).dtype) >= 4 && is_integer(at(o->a).dtype)
+                        : k.search[0][at(o->a).dtype] != nullptr,
+            "search on this dtype");
       typed(o->dst, dtype::k_S32);
       check(o->dst != o->a, "search in place");
       scalar(o->a);

@@ -56,6 +56,7 @@ void set_nan(void* p, int t) {
 
 void Exec::column(const Plan::Col& col, int64_t bag0, int64_t bag1) {
   col_ = &col;
+  starts_.clear();
   for (int64_t b = bag0; b < bag1; b += col.tile) {
     bag0_ = b;
     bags_ = std::min(col.tile, bag1 - b);
@@ -143,6 +144,7 @@ void Exec::step(const Op& o, int64_t start, int64_t count) {
       return;
     }
     case opcode::k_SEARCH: {
+      if (by_bags(o)) return bag_of(o, count);
       const Register& x = info(o.a);
       const Buffer& b = operands_[v[o.buffer]];
       return k_.search[o.sub][x.dtype](reinterpret_cast<int32_t*>(own(o.dst)), reg_[o.a],

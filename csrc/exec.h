@@ -47,6 +47,7 @@ class Exec {
   void expand(const Op& o, int64_t start, int64_t count);
   void binary_op(const Op& o, int64_t count);
   void select(const Op& o, int64_t count);
+  void bag_of(const Op& o, int64_t count);
   void take(const Op& o, int64_t count);
   void store(const Op& o);
   void reduce(const Op& o, int64_t start, int64_t count);
@@ -93,6 +94,14 @@ class Exec {
     int64_t bag, row;
   };
   std::vector<Selected> selected_;
+  // Where bags start, ascending, for each of the column's searches that asked.
+  struct Starts {
+    const Plan::Col* col;
+    const Op* op;
+    std::vector<int32_t> at;
+  };
+  const std::vector<int32_t>& starts(const Op& o);
+  std::vector<Starts> starts_;
 };
 
 }  // namespace recom

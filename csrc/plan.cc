@@ -271,6 +271,10 @@ struct Plan::Builder {
         if (n < 0 || n >= INT32_MAX || v[o.offset] < 0 || v[o.offset] > size - n) {
           fail("boundaries outside their buffer");
         }
+        if (by_bags(o)) {
+          if (v[o.total] < 0 || v[o.total] > INT32_MAX) fail("a bad number of positions");
+          return items * 2 + static_cast<double>(n) / std::max<int64_t>(bags, 1);
+        }
         return items * (o.sub == search_mode::k_COMPARE_ALL ? 1 + n / 4.0 : 12);
       }
       case opcode::k_SEARCH_UNIFORM:

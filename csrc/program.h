@@ -41,7 +41,8 @@ inline constexpr int64_t kVersion = 1;
   X(xor, 9) X(shl, 10) X(shr_l, 11) X(shr_a, 12) X(eq, 13) X(ne, 14) X(lt, 15) X(le, 16)        \
   X(gt, 17) X(ge, 18)
 #define RECOM_COMBINES(X) X(SUM, 0) X(MAX, 1) X(MIN, 2) X(PROD, 3)
-#define RECOM_SEARCH_MODES(X) X(SCAN, 0) X(COMPARE_ALL, 1) X(SORTED, 2)
+#define RECOM_SEARCH_MODES(X)                                                                   \
+  X(SCAN, 0) X(COMPARE_ALL, 1) X(SORTED, 2) X(SPLITS, 3) X(LENGTHS, 4)
 #define RECOM_SIDES(X) X(LEFT, 0) X(RIGHT, 1)
 #define RECOM_INDEX_MODES(X) X(CLIP, 0) X(FILL, 1)
 #define RECOM_FLAGS(X) X(ONE_HOT, 1)
@@ -55,7 +56,7 @@ namespace opcode { enum : int { RECOM_OPCODES(RECOM_ENUMERATOR) k_count = 20 }; 
 namespace unary { enum : int { RECOM_UNARY_OPS(RECOM_ENUMERATOR) k_count = 12 }; }
 namespace binary { enum : int { RECOM_BINARY_OPS(RECOM_ENUMERATOR) k_count = 19 }; }
 namespace combine { enum : int { RECOM_COMBINES(RECOM_ENUMERATOR) k_count = 4 }; }
-namespace search_mode { enum : int { RECOM_SEARCH_MODES(RECOM_ENUMERATOR) k_count = 3 }; }
+namespace search_mode { enum : int { RECOM_SEARCH_MODES(RECOM_ENUMERATOR) k_count = 5 }; }
 namespace index_mode { enum : int { RECOM_INDEX_MODES(RECOM_ENUMERATOR) k_count = 2 }; }
 namespace flag { enum : int { RECOM_FLAGS(RECOM_ENUMERATOR) k_all = 1 }; }
 #undef RECOM_ENUMERATOR
@@ -129,8 +130,15 @@ struct Op {
   int n_seg_ops = 0;         // JREGION: leading body ops that compute seg
   int fuse_store = -1;       // TAKE, POOL: the only reader, a STORE that may be written through
   int fused_from = -1;       // STORE: that TAKE or POOL
+  int total = -1;            // SEARCH by SPLITS or LENGTHS: positions
   int rows_slot = -1;        // ONE_HOT: rows of the table (from the INDEX that made the ids)
 };
+
+// A SEARCH among the starts of bags, which the call makes of splits or lengths.
+inline bool by_bags(const Op& o) {
+  return o.op == opcode::k_SEARCH &&
+         (o.sub == search_mode::k_SPLITS || o.sub == search_mode::k_LENGTHS);
+}
 
 struct ColumnClass {
   std::vector<int> slot_kinds;

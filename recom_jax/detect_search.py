@@ -11,7 +11,7 @@ from recom_jax.detect import Detector, Refuse, Val, dtype_name
 from recom_jax.detect_rules import convert
 from recom_jax.shape_solver import proofs
 from recom_jax.shape_solver.dims import DimLike
-from recom_jax.subgraph import unique_inverse
+from recom_jax.subgraph import repeated, unique_inverse
 
 # ---- search --------------------------------------------------------------------------------------------------
 
@@ -98,6 +98,72 @@ def _constant_search(
     if mode == "sorted":
         d.note(e, "merge-searches")
     return e
+
+
+_LENGTHS = ("int32", "uint32", "int64", "uint64")  # narrower ones wrap in ways of their own
+
+
+def repeated_arange(d: Detector, eqn: Any) -> Val | None:
+    """``jnp.repeat(jnp.arange(n), lengths, total_repeat_length=t)``: the bag that each position belongs to.
+
+    It is one less than the number of bags that start at the position or before it. A start is the sum of the
+    lengths before it, which a difference of row splits makes a split again.
+    """
+    array = eqn.invars[0]
+    if isinstance(array, compat.Literal) or not _is_arange(d, array):
+        return None
+    found = repeated(d.made_by(), eqn, _LENGTHS)
+    positions = int(eqn.outvars[0].aval.shape[0])
+    if found is None or positions > np.iinfo("int32").max:
+        return None
+    if "repeat-to-search" in d.disabled:
+        raise Refuse("rewrite repeat-to-search is disabled")
+    lengths = d.val(found[1])
+    splits = _splits(lengths.expr)
+    mode, load = ("lengths", lengths.expr) if splits is None else ("splits", splits)
+    if not isinstance(load, ir.Load) or load.strides != (1,):
+        load = d.one(d.opaque(found[1]))
+        assert isinstance(load, ir.Load)
+    total = d.literal_dim(positions)
+    e = d.pool.search(
+        "int32",
+        d.pool.affine(load.dtype, 0, (1,)),
+        load.var,
+        load.offset,
+        lengths.shape[0],
+        "right",
+        mode,
+        total=total,
+    )
+    d.note(e, "repeat-to-search")
+    seg = d.pool.op("sub", "int32", e, d.pool.const("int32", 1))
+    return Val((total,), convert(d, seg, dtype_name(eqn.outvars[0].aval)))
+
+
+def _is_arange(d: Detector, array: Any) -> bool:
+    known = d.value_of.get(id(array))
+    if known is not None:
+        return str(known.dtype)[0] in "iu" and bool(
+            (np.asarray(known) == np.arange(len(known))).all()
+        )
+    expr = d.val(array).expr
+    return isinstance(expr, ir.Affine) and expr.offset == 0 and expr.strides == (1,)
+
+
+def _splits(lengths: ir.Expr | None) -> ir.Load | None:
+    """The row splits whose differences `lengths` are, from the first one on."""
+    if not isinstance(lengths, ir.Op) or lengths.name != "sub":
+        return None
+    after, before = lengths.args
+    if (
+        isinstance(after, ir.Load)
+        and isinstance(before, ir.Load)
+        and after.var is before.var
+        and after.strides == before.strides == (1,)
+        and after.offset == before.offset + 1
+    ):
+        return before
+    return None
 
 
 def gather_of_unique(d: Detector, eqn: Any) -> Val | None:

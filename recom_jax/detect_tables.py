@@ -15,7 +15,7 @@ import numpy as np
 from recom_jax import compat, ir, templates
 from recom_jax.detect import DTYPES, Detector, Read, Refuse, Rule, Val, dtype_name, row_major
 from recom_jax.detect_rules import convert
-from recom_jax.detect_search import gather_of_unique
+from recom_jax.detect_search import gather_of_unique, repeated_arange
 from recom_jax.shape_solver.dims import DimLike
 
 # (name, dtype, constant arguments) applied to the looked-up rows, innermost first.
@@ -154,7 +154,7 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
     operand, start = eqn.invars
     found = base_table(d, operand)
     if found is None:
-        return gather_of_unique(d, eqn)
+        return repeated_arange(d, eqn) if len(operand.aval.shape) == 1 else gather_of_unique(d, eqn)
     table, table_expr = found
     p = eqn.params
     dims, sizes = p["dimension_numbers"], tuple(int(n) for n in p["slice_sizes"])

@@ -207,6 +207,7 @@ class Emitter(Code):
                 self.slot(OPERAND, self.operand(e.var)),
                 self.size(e.offset),
                 self.size(e.count),
+                *([] if e.total is None else [self.size(e.total)]),
             )
         return dst
 

@@ -202,18 +202,17 @@ def report_of(compiled: Compiled, function: str) -> Report:
     names |= {id(v): f"constant[{k}]" for k, v in enumerate(jaxpr.constvars)}
     reached: dict[int, list[str]] = collections.defaultdict(list)
     rewrites: dict[int, list[str]] = collections.defaultdict(list)
+    notes = compiled.detected.pool.notes
     for out in compiled.detected.outputs:
         for e in [out.val.expr] if out.val.expr is not None else [p.expr for p in out.val.parts]:
+            segments = _segment_notes(e, notes)
             found: dict[int, list[str]] = collections.defaultdict(list)
             _combiners(e, "none", False, found, set())
             for take in ir.walk(e):
                 for k in compiled.detected.pool.origins.get(id(take), ()):
                     reached[k] += found[id(take)] or ["none"]
-                    rewrites[k] += [
-                        n
-                        for x in ir.walk(take)
-                        for n in compiled.detected.pool.notes.get(id(x), ())
-                    ]
+                    rewrites[k] += [n for x in ir.walk(take) for n in notes.get(id(x), ())]
+                    rewrites[k] += segments.get(id(take), ())
                     rewrites[k] += compiled.simplified.applied.get(id(take), ())
     lookups = lookups_of(compiled, names)
     total = collections.Counter(id(r.table) for r in compiled.reads)
@@ -265,6 +264,18 @@ def report_of(compiled: Compiled, function: str) -> Report:
         tuple(s.program for _, s, _ in compiled.calls),
         tuple(encoded.digest for _, _, encoded in compiled.calls),
     )
+
+
+def _segment_notes(e: ir.Expr, notes: dict[int, tuple[str, ...]]) -> dict[int, list[str]]:
+    """Rewrites that made the segment ids of jagged bags, by id of the lookups in those bags."""
+    found: dict[int, list[str]] = collections.defaultdict(list)
+    for bag in ir.walk(e):
+        if isinstance(bag, ir.SegReduce):
+            names = [n for x in ir.walk(bag.seg) for n in notes.get(id(x), ())]
+            for take in ir.walk(bag.data) if names else ():
+                if isinstance(take, ir.Take):
+                    found[id(take)] += names
+    return found
 
 
 def _combiners(

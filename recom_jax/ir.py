@@ -105,7 +105,9 @@ class Search(Expr):
     """The index of `x` among boundaries: a constant array, an operand's view, or a proven uniform grid.
 
     Attributes:
-      mode: "scan" (exact probe sequence), "compare_all", "sorted" (proven) or "uniform" (proven).
+      mode: "scan" (exact probe sequence), "compare_all", "sorted" (proven), "uniform" (proven), or "splits" or
+        "lengths": the boundaries are where bags start, by their row splits or their lengths, as ``jnp.repeat``
+        has it for `total` positions.
       grid: (start, step) for "uniform".
     """
 
@@ -116,6 +118,7 @@ class Search(Expr):
     side: str
     mode: str
     grid: tuple[float, float] | None
+    total: DimLike | None
 
     @property
     def children(self) -> tuple[Expr, ...]:
@@ -123,7 +126,8 @@ class Search(Expr):
 
     def __str__(self) -> str:
         what = f"{self.grid[0]}+k*{self.grid[1]}" if self.grid else name_of(self.var)
-        return f"search.{self.mode}.{self.side}({self.x}, {what}, n={self.count})"
+        total = "" if self.total is None else f", total={self.total}"
+        return f"search.{self.mode}.{self.side}({self.x}, {what}, n={self.count}{total})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -282,11 +286,11 @@ class Pool:
         side: str,
         mode: str,
         grid: tuple[float, float] | None = None,
+        total: DimLike | None = None,
     ) -> Search:
-        key = (dtype, id(x), id(var), offset, count, side, mode, grid)
-        return self._intern(
-            Search, key, dtype, x.exact, False, x.takes, x, var, offset, count, side, mode, grid
-        )
+        fields = (offset, count, side, mode, grid, total)
+        key = (dtype, id(x), id(var), *fields)
+        return self._intern(Search, key, dtype, x.exact, False, x.takes, x, var, *fields)
 
     def take(
         self,
@@ -370,7 +374,8 @@ class Pool:
         if isinstance(e, Op):
             return self.op(e.name, e.dtype, *new, exact=e.exact, arith=e.arith)
         if isinstance(e, Search):
-            return self.search(e.dtype, new[0], e.var, e.offset, e.count, e.side, e.mode, e.grid)
+            fields = (e.offset, e.count, e.side, e.mode, e.grid, e.total)
+            return self.search(e.dtype, new[0], e.var, *fields)
         if isinstance(e, Take):
             return self.retake(e, idx=new[0])
         if isinstance(e, Reduce):

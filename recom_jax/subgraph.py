@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from recom_jax import compat
 
 _FILLS = (None, 0, -1, 1)
+# Sizes of the trace of `jnp.repeat`: numbers that occur in it for nothing else.
+_BAGS, _POSITIONS = 1009, 2003
 
 
 def unique_inverse(made_by: dict[int, tuple[Any, int]], values: Any, inverse: Any) -> Any | None:
@@ -39,23 +41,75 @@ def unique_inverse(made_by: dict[int, tuple[Any, int]], values: Any, inverse: An
             if reference is None:
                 continue
             jaxpr, made = reference
-            found = _match(made_by, made, (values, inverse), jaxpr.outvars, jaxpr.invars[0])
+            found = _match(made_by, made, (values, inverse), jaxpr.outvars, jaxpr.invars, {})
             if found is not None:
-                return found
+                return found[0]
     return None
+
+
+def repeated(
+    made_by: dict[int, tuple[Any, int]], eqn: Any, dtypes: Sequence[str]
+) -> tuple[Any, Any] | None:
+    """(array, lengths) where a gather is the last step of ``jnp.repeat(array, lengths, total_repeat_length=t)``.
+
+    The trace of the function is the same for all sizes but for the sizes in it, so one reference serves all of
+    them: bags and positions of the reference are matched with those of `eqn`.
+
+    Args:
+      made_by: id of a variable -> (equation that made it, which output).
+      dtypes: those that lengths may have.
+    """
+    (result,) = eqn.outvars
+    array = eqn.invars[0].aval
+    if (
+        len(array.shape) != 1
+        or len(result.aval.shape) != 1
+        or 0 in (*array.shape, *result.aval.shape)
+    ):
+        return None
+    bags, positions = int(array.shape[0]), int(result.aval.shape[0])
+    sizes = {_BAGS: bags, _BAGS - 1: bags - 1, _POSITIONS: positions}
+    default = str(jax.dtypes.canonicalize_dtype("int64"))
+    for dtype in dtypes:
+        reference = _repeat(str(array.dtype), dtype, default)
+        if reference is not None:
+            jaxpr, made = reference
+            found = _match(made_by, made, (result,), jaxpr.outvars, jaxpr.invars, sizes)
+            if found is not None:
+                return found[0], found[1]
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _repeat(
+    array: str, lengths: str, default: str
+) -> tuple[Any, dict[int, tuple[Any, int]]] | None:
+    """The trace of ``jnp.repeat``; `default` is JAX's own integer type at this time, a key."""
+
+    def reference(a: Any, n: Any) -> Any:
+        return jnp.repeat(a, n, total_repeat_length=_POSITIONS)
+
+    return _reference(
+        reference, *(jax.ShapeDtypeStruct((_BAGS,), dtype) for dtype in (array, lengths))
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _unique(
     shape: tuple[int, ...], dtype: str, size: int, fill: int | None
 ) -> tuple[Any, dict[int, tuple[Any, int]]] | None:
-    from recom_jax.trace import flatten
-
     def reference(ids: Any) -> Any:
         return jnp.unique(ids, return_inverse=True, size=size, fill_value=fill)
 
+    return _reference(reference, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _reference(fn: Any, *args: Any) -> tuple[Any, dict[int, tuple[Any, int]]] | None:
+    """The flat trace of a function and its `producers`; None where this JAX refuses or closes over arrays."""
+    from recom_jax.trace import flatten
+
     try:
-        closed = flatten(jax.make_jaxpr(reference)(jax.ShapeDtypeStruct(shape, dtype)))
+        closed = flatten(jax.make_jaxpr(fn)(*args))
     except (TypeError, ValueError, OverflowError):
         return None
     jaxpr = compat.open_jaxpr(closed)
@@ -72,13 +126,34 @@ def _match(
     made: dict[int, tuple[Any, int]],
     actual: Sequence[Any],
     reference: Sequence[Any],
-    hole: Any,
-) -> Any | None:
-    """What stands for `hole`, the reference's input, if the graphs are equal; else None."""
+    holes: Sequence[Any],
+    sizes: dict[int, int],
+) -> list[Any] | None:
+    """What stands for `holes`, the reference's inputs, if the graphs are equal; else None.
+
+    Args:
+      sizes: numbers of the reference that stand for others.
+    """
     bound: dict[int, Any] = {}
+    inputs = {id(h) for h in holes}
+
+    def same_number(a: Any, r: Any) -> bool:
+        return bool(a == sizes.get(r, r))
+
+    def same_param(a: Any, r: Any) -> bool:
+        if a is r:
+            return not (isinstance(r, int) and r in sizes) or same_number(a, r)
+        if type(a) is not type(r):
+            return False
+        if isinstance(r, int) and not isinstance(r, bool):
+            return same_number(a, r)
+        if type(r) in (tuple, list):
+            return len(a) == len(r) and all(map(same_param, a, r))
+        return str(a) == str(r)
 
     def same_literal(a: Any, r: Any) -> bool:
-        return bool(a.aval.dtype == r.aval.dtype and a.val == r.val)
+        value = r.val if r.aval.dtype.kind not in "iu" else sizes.get(int(r.val), r.val)
+        return bool(a.aval.dtype == r.aval.dtype and a.val == value)
 
     def same(a: Any, r: Any) -> bool:
         if isinstance(r, compat.Literal):
@@ -88,8 +163,12 @@ def _match(
         if id(r) in bound:
             return bound[id(r)] is a
         bound[id(r)] = a
-        if r is hole:
-            return bool(a.aval.shape == r.aval.shape and a.aval.dtype == r.aval.dtype)
+        if id(r) in inputs:
+            return bool(
+                a.aval.dtype == r.aval.dtype
+                and len(a.aval.shape) == len(r.aval.shape)
+                and all(map(same_number, a.aval.shape, r.aval.shape))
+            )
         if id(a) not in made_by or id(r) not in made:
             return False
         (ea, ka), (er, kr) = made_by[id(a)], made[id(r)]
@@ -97,10 +176,11 @@ def _match(
             ka == kr
             and ea.primitive.name == er.primitive.name
             and len(ea.invars) == len(er.invars)
-            and str(ea.params) == str(er.params)
+            and ea.params.keys() == er.params.keys()
+            and all(same_param(ea.params[k], v) for k, v in er.params.items())
             and all(map(same, ea.invars, er.invars))
         )
 
-    if all(map(same, actual, reference)):
-        return bound.get(id(hole))
+    if all(map(same, actual, reference)) and all(id(h) in bound for h in holes):
+        return [bound[id(h)] for h in holes]
     return None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from recom_jax.emit_code import BINARY, UNARY
 from recom_jax.errors import VerifyError
 from recom_jax.ir import is_16bit
 from recom_jax.program import DIM, IMM, OPERAND, RESULT, ClassDef, Instr, Program
 
 COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
+BAG_SEARCHES = frozenset(["SPLITS", "LENGTHS"])
 INTEGERS = frozenset(["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
 
 
@@ -188,6 +191,12 @@ class _Checker:
         elif i.op in ("SEARCH", "SEARCH_UNIFORM"):
             dst = regs[writes[0]].dtype
             _need(dst == "int32", f"{where}: a bucket's number of type {dst}")
+            if i.op == "SEARCH":
+                by_bags = a[0] in BAG_SEARCHES
+                _need(len(a) == 7 + by_bags, f"{where}: {len(a)} fields")
+                x = regs[a[3]].dtype
+                wide = x in INTEGERS and np.dtype(x).itemsize >= 4
+                _need(wide or not by_bags, f"{where}: splits or lengths of type {x}")
         elif i.op == "SELECT":
             _need(regs[a[1]].dtype == "bool", f"{where}: the predicate is {regs[a[1]].dtype}")
             _need(

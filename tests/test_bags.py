@@ -396,6 +396,9 @@ def test_segment_ids(kind: str, name: str) -> None:
 SEGMENTS = {
     "given": lambda s, o, n: s,
     "repeat": lambda s, o, n: jnp.repeat(jnp.arange(8), n, total_repeat_length=TOTAL),
+    "repeat_splits": lambda s, o, n: jnp.repeat(
+        jnp.arange(8), jnp.diff(o), total_repeat_length=TOTAL
+    ),
     "searchsorted": lambda s, o, n: jnp.searchsorted(o, jnp.arange(TOTAL), side="right") - 1,
     "digitize": lambda s, o, n: jnp.digitize(jnp.arange(TOTAL), o[1:]),
     "cumsum": lambda s, o, n: jnp.cumsum(jnp.zeros(TOTAL, jnp.int32).at[o[1:-1]].add(1)),

@@ -394,7 +394,7 @@ def test_index_and_predicate():
 # ---- searches ----------------------------------------------------------------------------------
 
 
-def search(mode, side, x, bounds):
+def search(mode, side, x, bounds, total=None):
     out = np.zeros(len(x), np.int32)
     b = Builder([x, bounds], [out], [len(x)])
     rx, rs = b.reg(NAME_OF[x.dtype]), b.reg("S32")
@@ -408,9 +408,73 @@ def search(mode, side, x, bounds):
         b.slot("OPERAND", 1),
         b.size(0),
         b.size(len(bounds)),
+        [] if total is None else b.size(total),
     )
     b.store(rs, 0, [1])
     return b.run()[0]
+
+
+def starts(mode, bounds, total):
+    """As the format says, in Python's own numbers."""
+    t, at = np.iinfo(bounds.dtype), []
+    for k in range(len(bounds)):
+        n = sum(map(int, bounds[:k])) if mode == "LENGTHS" else int(bounds[k]) - int(bounds[0])
+        n = (n - int(t.min)) % 2**t.bits + int(t.min)
+        n += total if n < 0 else 0
+        n = (n + 2**31) % 2**32 - 2**31
+        at += [n] if 0 <= n < total else []
+    return at
+
+
+@pytest.mark.parametrize("mode", ["SPLITS", "LENGTHS"])
+@pytest.mark.parametrize("dtype", ["S32", "U32", "S64", "U64"])
+def test_search_among_bags(mode, dtype):
+    rng = np.random.default_rng(4)
+    edges = edge_values(dtype)
+    for n in (0, 1, 2, 7, 200):
+        for total in (0, 1, 50, 700):
+            steps = rng.integers(0, 2 * total // max(n, 1) + 1, n)
+            cases = [
+                steps if mode == "LENGTHS" else np.cumsum(steps),
+                rng.integers(-total - 1 if dtype[0] == "S" else 0, total + 2, n),
+                rng.choice(edges, n),
+            ]
+            for bounds in (c.astype(NUMPY[dtype]) for c in cases):
+                at = starts(mode, bounds, total)
+                for x in (
+                    np.arange(total + 3),
+                    np.arange(total + 3)[::-1],
+                    rng.integers(0, total + 1, 9),
+                    edges,
+                ):
+                    x = x.astype(NUMPY[dtype])
+                    if not len(x):
+                        continue
+                    for side, before in (
+                        ("left", lambda a, q: a < q),
+                        ("right", lambda a, q: a <= q),
+                    ):
+                        want = [sum(before(a, int(q)) for a in at) for q in x]
+                        same(search(mode, side, x, bounds, total), np.array(want, np.int32))
+
+
+@pytest.mark.parametrize("dtype", ["F32", "S16", "U8", "PRED"])
+def test_a_search_among_bags_needs_wide_integers(dtype):
+    values = np.zeros(3, NUMPY[dtype])
+    with pytest.raises(ValueError, match="search on this dtype"):
+        search("SPLITS", "right", values, values, 5)
+
+
+def test_a_search_among_bags_checks_its_call():
+    x = np.arange(3, dtype=np.int32)
+    with pytest.raises(ValueError, match="a bad number of positions"):
+        search("LENGTHS", "right", x, x, -1)
+    with pytest.raises(ValueError, match="a bad number of positions"):
+        search("SPLITS", "right", x, x, 2**31)
+    with pytest.raises(ValueError, match="instruction longer than its fields"):
+        search("SORTED", "right", x, x, 5)
+    with pytest.raises(ValueError, match="truncated"):
+        search("SPLITS", "right", x, x)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

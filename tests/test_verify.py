@@ -353,6 +353,14 @@ BROKEN: dict[str, tuple[Callable[[], Program], str]] = {
         lambda: with_reg("SEARCH", 2, dtype="int64"),
         r"search .*: a bucket's number of type int64",
     ),
+    "splits of few bits": (
+        lambda: edit("SEARCH", lambda i: Instr("SEARCH", ("SPLITS", *i.args[1:], i.args[-1]))),
+        r"search .*: splits or lengths of type float32",
+    ),
+    "a search without its total": (
+        lambda: edit("SEARCH", lambda i: Instr("SEARCH", ("LENGTHS", *i.args[1:]))),
+        r"search .*: 7 fields",
+    ),
     "a float bag number": (float_segments, r"jregion .*: a bag's number of type float32"),
     "accumulating another dtype": (
         lambda: with_reg("ACC", 1, dtype="int64"),

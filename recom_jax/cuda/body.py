@@ -5,7 +5,7 @@ Bag space is straight-line code, run once a bag and lane; regions.py has the loo
 
 from __future__ import annotations
 
-from recom_jax.cuda.regions import Regions
+from recom_jax.cuda.regions import BAGS, Regions
 from recom_jax.cuda.text import TYPES, Unsupported
 from recom_jax.cuda.units import PLAIN, walk
 from recom_jax.program import OPERAND, RESULT, Instr
@@ -69,7 +69,8 @@ class Body(Regions):
                 small = s in u.small
                 value = f"static_cast<i32>(me.word({1 + s}))" if small else f"me.word({1 + s})"
                 head.append(f"  const {'i32' if small else 'i64'} s{s} = {value};")
-        return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), "}"]
+        loop = [*self.loop_head(), *passes, *self.loop_tail()]
+        return [*head, *before, *self.prologue, *loop, "}"]
 
     def before(self) -> list[str]:
         """What the whole block finds out before its first bag."""
@@ -99,14 +100,19 @@ class Body(Regions):
         if splits is None:
             self.put(f"const bool ascends_{seg} = block_ascends(seg_{seg}, {total});")
         else:
-            buffer, offset, n = splits
+            mode, buffer, offset, n = splits
             at = self.buffer(buffer)
             at = at if self.u.constants.get(offset) == 0 else f"{at} + {self.slot(offset)}"
-            self.put(f"const auto* const splits_{seg} = {at};")
-            self.put(
-                f"const bool ascends_{seg} = block_ascends([&](i64 k) {{ return "
-                f"static_cast<i64>(load_one(splits_{seg} + k)); }}, {self.slot(n)});"
-            )
+            if mode in BAGS:
+                kind = f"{BAGS[mode]}<{TYPES[self.u.dtypes[buffer]]}>"
+                self.put(f"{kind} bags_{seg}{{{at}, {self.slot(n)}}};")
+                self.put(f"const bool ascends_{seg} = bags_{seg}.ascend(t);")
+            else:
+                self.put(f"const auto* const splits_{seg} = {at};")
+                self.put(
+                    f"const bool ascends_{seg} = block_ascends([&](i64 k) {{ return "
+                    f"static_cast<i64>(load_one(splits_{seg} + k)); }}, {self.slot(n)});"
+                )
         self.put(f"if (!ascends_{seg}) return class_{self.number}_any(p);")
 
     def width(self) -> str:
@@ -127,6 +133,7 @@ class Body(Regions):
                 lines.append(f"    const i32 bag_{k} = rest % static_cast<i32>({size});")
                 lines.append(f"    rest /= static_cast<i32>({size});")
             lines.append("    const i32 bag_0 = rest;")
+        lines += ["  " + line for line in self.pass_head]
         if u.width_slot >= 0:
             width = str(u.width) if u.width is not None else self.slot_late(u.width_slot)
             lines += [
@@ -145,7 +152,8 @@ class Body(Regions):
         return str(value) if value is not None else f"me.word({1 + s})"
 
     def loop_tail(self) -> list[str]:
-        return ["    }", "  }"] if self.u.width_slot >= 0 else ["  }"]
+        tail = ["  " + line for line in self.pass_tail]
+        return ["    }", *tail, "  }"] if self.u.width_slot >= 0 else [*tail, "  }"]
 
     def store(self, i: Instr) -> None:
         src, buffer, offset, _, *strides = i.args

@@ -13,6 +13,9 @@ from recom_jax.cuda.text import KINDS, TYPES, Text, Unsupported
 from recom_jax.cuda.units import closure, reads, walk, writes
 from recom_jax.program import Instr, Reg
 
+# How bags lie that a search of this mode finds (recom_tile.cuh).
+BAGS = {"SPLITS": "SplitBags", "LENGTHS": "LengthBags"}
+
 
 class Regions(Text):
     """Adds REGION and JREGION."""
@@ -41,12 +44,34 @@ class Regions(Text):
         first = closure(parts[0], numbers | {b.args[2] for b in counts})
         for b in reductions:
             self.start(b)
+        loads = [b for b in first if b.op == "LOAD"]
+        piped = (
+            self.schedule.ahead
+            and not self.slow
+            and bool(loads)
+            and len(self.cls.outer) <= 1
+            and sum(b.op in ("REGION", "JREGION") for b in self.u.code) == 1
+            and all(b.op != "EXPAND" for b in first)
+        )
+        flights = f"constexpr int kFlight = {flight}, kOwn = own_numbers(kShare, kFlight);"
+        if piped:
+            depth, lines = self.depth, self.lines
+            self.depth, self.lines = 1, []
+            self.ranges(i)
+            self.put(flights)
+            self.reader(i, loads)
+            self.pipe()
+            self.prologue = self.lines
+            self.depth, self.lines = depth, lines
         self.put("{")
         self.depth += 1
-        self.ranges(i)
+        if not piped:
+            self.ranges(i)
+            self.put(flights)
+            self.reader(i, loads)
+            self.put("const Range span = range_of(bag);")
         self.put("const i32 end = span.end;")
         self.numbers_of(i, first, numbers, counts)
-        self.put(f"constexpr int kFlight = {flight}, kOwn = own_numbers(kShare, kFlight);")
         missing = [b for b in pools if self.may_miss(b.args[3])]
         for b in missing:
             init = self.imm(self.cls.regs[b.args[2]].dtype, b.args[9])
@@ -61,7 +86,20 @@ class Regions(Text):
         self.put("for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {")
         self.depth += 1
         self.put("Position now[kOwn];")
-        self.unrolled("i", "kOwn", "now[i] = numbers(q0 + i * team.size + team.rank);")
+        again = "read(bag, q0 + i * team.size + team.rank)"
+        self.put("Read raw[kOwn];")
+        if piped:
+            self.put("if (q0 == span.begin) {")
+            self.depth += 1
+            self.unrolled("i", "kOwn", "raw[i] = soon[i];")
+            self.depth -= 1
+            self.put("} else {")
+            self.depth += 1
+        self.unrolled("i", "kOwn", f"raw[i] = {again};")
+        if piped:
+            self.depth -= 1
+            self.put("}")
+        self.unrolled("i", "kOwn", "now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);")
         for b in counts:
             self.unrolled(
                 "i",
@@ -201,14 +239,17 @@ class Regions(Text):
         self.put("struct Position {")
         self.put(f"  {' '.join(['bool in;', *(f'{self.type_of(r)} r{r};' for r in kept)])}")
         self.put("};")
-        self.put("const auto numbers = [&](i32 at_q) -> Position {")
+        self.put("const auto numbers = [&](i32 at_q, const Read& raw) -> Position {")
         self.depth += 1
         self.put("Position now;")
         match = f" && seg_{region.args[1]}(at_q) == bag" if self.slow else ""
         self.put(f"const bool in = at_q < end{match};")
-        self.place(region, True, "at_q")
+        self.place(region, any(b.op == "AFFINE" for b in code), "at_q")
         for b in code:
-            self.write(b)
+            if b.op == "LOAD":
+                self.put(f"const {self.type_of(b.args[0])} r{b.args[0]} = raw.r{b.args[0]};")
+            else:
+                self.write(b)
         self.put("now.in = in;")
         for r in kept:
             skipped = f"in ? r{r} : static_cast<{self.type_of(r)}>(kSkipped)"
@@ -234,21 +275,72 @@ class Regions(Text):
             self.put("const i32 q_0 = rest_q;")
 
     def ranges(self, i: Instr) -> None:
-        """How many positions there are, and which are the bag's."""
+        """How many positions there are, and which are a bag's, as a function of the bag."""
         if self.jagged:
             self.put(f"const i32 total = static_cast<i32>({self.slot(i.args[0])});")
         else:
             sizes = [self.slot(s) for s in i.args[1:]]
             self.put(f"const i32 total = static_cast<i32>({' * '.join(sizes) or '1'});")
         if not self.jagged or self.slow:
-            self.put("const Range span{0, total};")
+            self.put("const auto range_of = [&](i32) { return Range{0, total}; };")
             return
         seg, splits = i.args[1], self.splits(i)
         if splits is None:
-            self.put(f"const Range span = range_in(seg_{seg}, total, bag);")
+            self.put(
+                f"const auto range_of = [&](i32 bag) {{ return range_in(seg_{seg}, total, bag); }};"
+            )
+        elif splits[0] in BAGS:
+            self.put(f"auto range_of = [&](i32 bag) {{ return bags_{seg}.range(total, bag); }};")
         else:
-            n = self.slot(splits[2])
-            self.put(f"const Range span = split_range(splits_{seg}, {n}, total, bag);")
+            at = f"split_range(splits_{seg}, {self.slot(splits[3])}, total, bag)"
+            self.put(f"const auto range_of = [&](i32 bag) {{ return {at}; }};")
+
+    def pipe(self) -> None:
+        """The next bag's ids, and the limits of the one after it, travel while a bag's rows do.
+
+        Ids are kept as they were read: what is computed of them would wait for them.
+        """
+        rank = "i * team.size + team.rank"
+        self.put("const auto bag_at = [&](int at) -> i32 {")
+        self.put(
+            "  return static_cast<i32>(t.bag0) + (!me.idle && at + me.first < t.bags ? at + me.first : 0);"
+        )
+        self.put("};")
+        self.put("Range span = range_of(bag_at(0)), ahead = range_of(bag_at(me.step));")
+        self.put("Read soon[kOwn] = {};")
+        self.put("if (total > 0) {")
+        self.depth += 1
+        self.unrolled("i", "kOwn", f"soon[i] = read(bag_at(0), span.begin + {rank});")
+        self.depth -= 1
+        self.put("}")
+        keep, self.lines = self.lines, []
+        self.put("const Range then = range_of(bag_at(at + 2 * me.step));")
+        self.put("Read next[kOwn] = {};")
+        self.put("if (total > 0) {")
+        self.depth += 1
+        self.unrolled("i", "kOwn", f"next[i] = read(bag_at(at + me.step), ahead.begin + {rank});")
+        self.depth -= 1
+        self.put("}")
+        self.pass_head, self.lines = self.lines, []
+        self.put("span = ahead;")
+        self.put("ahead = then;")
+        self.unrolled("i", "kOwn", "soon[i] = next[i];")
+        self.pass_tail, self.lines = self.lines, keep
+
+    def reader(self, region: Instr, loads: Sequence[Instr]) -> None:
+        """What is read of a position before anything is computed, as a function of bag and position."""
+        self.put(
+            f"struct Read {{ {' '.join(f'{self.type_of(b.args[0])} r{b.args[0]};' for b in loads)} }};"
+        )
+        self.put("const auto read = [&](i32 bag, i32 at_q) -> Read {")
+        self.depth += 1
+        self.place(region, True, "at_q")
+        self.put("Read found;")
+        for b in loads:
+            self.put(f"found.r{b.args[0]} = {self.load(b)};")
+        self.put("return found;")
+        self.depth -= 1
+        self.put("};")
 
     def finish(self, region: Instr, reductions: Sequence[Instr], counts: Sequence[Instr]) -> None:
         for b in reductions:
@@ -294,8 +386,11 @@ class Regions(Text):
         self.put("};")
         self.in_flight, self.position, self.jagged = kept, position, jagged
 
-    def splits(self, region: Instr) -> tuple[int, int, int] | None:
-        """(buffer, offset, count) of row splits, if segment ids are `searchsorted(splits, position, right) - 1`."""
+    def splits(self, region: Instr) -> tuple[str, int, int, int] | None:
+        """(search mode, buffer, offset, count) of row splits or lengths.
+
+        If segment ids are `searchsorted(splits, position, right) - 1`, or what `jnp.repeat` makes.
+        """
         made = {writes(i): i for i in region.body}
         sub = made.get(region.args[1])
         if sub is None or sub.op != "BINARY" or sub.args[0] != "sub":
@@ -319,9 +414,10 @@ class Regions(Text):
             return None
         if [self.u.constants.get(s) for s in (x.args[1], *x.args[3:])] != [0, 1]:
             return None
-        if self.u.dtypes[search.args[4]] not in ("int32", "int64", "uint32"):
+        mode, buffer = search.args[0], search.args[4]
+        if self.u.dtypes[buffer] not in ("int32", "int64", "uint32") and mode not in BAGS:
             return None
-        return search.args[4], search.args[5], search.args[6]
+        return mode, buffer, search.args[5], search.args[6]
 
     def integer(self, r: int) -> bool:
         return self.cls.regs[r].dtype in ("int32", "int64", "uint32", "uint64")

@@ -27,11 +27,13 @@ class Schedule:
 
     Attributes:
       flight: rows that a lane of a bag has on their way at once.
+      ahead: whether the next bag's ids are asked for before this bag's rows are there.
       blocks: of a multiprocessor at once, that registers must suffice for (0: the compiler's choice).
     """
 
     flight: int = 4
     blocks: int = 4
+    ahead: bool = True
 
 
 class Text:
@@ -48,6 +50,9 @@ class Text:
         self.position = ""  # "q" inside a region
         self.jagged = False
         self.inner = 0  # axes of the region's positions
+        self.prologue: list[str] = []  # before the first pass, and around each
+        self.pass_head: list[str] = []
+        self.pass_tail: list[str] = []
         self.narrow = self.narrow_indexes()
         written = [w for i in walk(cls.code) if (w := writes(i)) is not None]
         if len(set(written)) != len(written):
@@ -175,9 +180,8 @@ class Text:
             return f"x_bitcast<{TYPES[dtype]}>({reg(a[1])})"
         if i.op == "SEARCH":
             find = f"search_{a[0].lower()}<{SIDES[a[1]]}>"
-            return (
-                f"{find}({reg(a[3])}, {self.buffer(a[4])} + {self.slot(a[5])}, {self.slot(a[6])})"
-            )
+            sizes = ", ".join(self.slot(s) for s in a[6:])
+            return f"{find}({reg(a[3])}, {self.buffer(a[4])} + {self.slot(a[5])}, {sizes})"
         if i.op == "SEARCH_UNIFORM":
             x = self.cls.regs[a[2]].dtype
             grid = f"{self.imm(x, a[3])}, {self.imm(x, a[4])}, {self.slot(a[5])}"

@@ -396,6 +396,46 @@ def jagged(b: int) -> Group:
 
 
 @group
+def repeats(b: int) -> Group:
+    """Segment ids by `jnp.repeat` of row splits and of lengths, few of which are as they should be."""
+    rng = np.random.default_rng(29)
+    size = jnp.zeros((b,), jnp.float32)
+    out = {}
+    for total, d in ((41, 8), (301, 33)):
+        t, i = table(30, d), ids((total,), 30, 600 + total, odd=True)
+        ascending = np.sort(rng.integers(0, total + 1, b + 1))
+        ascending[0], ascending[-1] = 0, total
+        lengths = np.diff(ascending)
+        for name, n in {
+            "splits": ascending,
+            "splits_from_five": ascending + 5,
+            "splits_short": ascending // 2,
+            "splits_long": ascending * 3,
+            "splits_unsorted": rng.permutation(ascending),
+            "splits_wrap": ascending * (2**31 // total),
+            "splits_unsigned": ascending.astype(np.uint32),
+            "lengths": lengths,
+            "lengths_short": lengths // 2,
+            "lengths_long": lengths * 3 + 1,
+            "lengths_negative": rng.integers(-total, total, b),
+            "lengths_wrap": rng.integers(0, 2**31 - 1, b),
+            "lengths_unsigned": lengths.astype(np.uint32),
+        }.items():
+            n = jnp.asarray(n if n.dtype == np.uint32 else n.astype(np.int32))
+
+            def model(t: Any, i: Any, n: Any, z: Any, name: str = name) -> Any:
+                seg = jnp.repeat(
+                    jnp.arange(z.shape[0]),
+                    jnp.diff(n) if name.startswith("splits") else n,
+                    total_repeat_length=i.shape[0],
+                )
+                return jax.ops.segment_sum(t.at[i].get(mode="clip"), seg, z.shape[0])
+
+            out[f"{name}_{total}"] = Case(model, (t, i, n, size), total)
+    return out
+
+
+@group
 def splits(b: int) -> Group:
     """Row splits: segment ids are `searchsorted(splits, position, side="right") - 1`."""
     rng = np.random.default_rng(23)

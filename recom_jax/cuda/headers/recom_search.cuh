@@ -60,6 +60,37 @@ RECOM_FN i32 search_sorted(T x, const T* boundary, i64 n) {
   return base + counts<kSide>(__ldg(boundary + base), x);
 }
 
+// The position at which a bag starts, of a sum that wrapped; -1 if none of `total` positions is there.
+template <class T>
+RECOM_FN i32 start_at(bits_t<T> sum, i64 total) {
+  if (kIsSigned<T> && static_cast<T>(sum) < T(0)) sum += static_cast<bits_t<T>>(total);
+  const i32 at = static_cast<i32>(static_cast<u32>(sum));
+  return at < total ? at : -1;
+}
+// How many of the bags between n row splits start at x or before it (before it, on the left), in any order.
+template <int kSide, class T>
+RECOM_FN i32 search_splits(T x, const T* split, i64 n, i64 total) {
+  i32 c = 0;
+  for (i64 k = 0; k < n; ++k) {
+    const auto sum = static_cast<bits_t<T>>(__ldg(split + k)) - static_cast<bits_t<T>>(__ldg(split));
+    const i32 at = start_at<T>(sum, total);
+    c += at >= 0 && counts<kSide>(static_cast<T>(at), x);
+  }
+  return c;
+}
+// The same for n lengths.
+template <int kSide, class T>
+RECOM_FN i32 search_lengths(T x, const T* length, i64 n, i64 total) {
+  i32 c = 0;
+  bits_t<T> sum = 0;
+  for (i64 k = 0; k < n; ++k) {
+    const i32 at = start_at<T>(sum, total);
+    c += at >= 0 && counts<kSide>(static_cast<T>(at), x);
+    sum += static_cast<bits_t<T>>(__ldg(length + k));
+  }
+  return c;
+}
+
 // start + k * step, exactly: the format promises that the value is representable.
 RECOM_FN f32 uniform_bound(f32 start, f32 step, f32 k) { return fmaf(k, step, start); }
 RECOM_FN f64 uniform_bound(f64 start, f64 step, f64 k) { return fma(k, step, start); }

@@ -99,6 +99,65 @@ RECOM_FN Range range_in(const F& seg, i32 total, i64 bag) {
   return Range{lower_bound(seg, total, bag), lower_bound(seg, total, bag + 1)};
 }
 
+// Bags as `jnp.repeat` makes them of n row splits, whatever the first: positions of a bag whose number is n - 1 end
+// with the last position. `ascend` says whether the bags lie one behind another without wrapping; else the rest
+// doesn't count.
+template <class T>
+struct SplitBags {
+  const T* split;
+  i64 n;
+
+  RECOM_FN i64 at(i64 k) const { return static_cast<i64>(load_one(split + k)); }
+  RECOM_FN bool ascend(const Tile&) const {
+    const bool ok = block_ascends([&](i64 k) { return at(k); }, n);
+    return ok && (n == 0 || static_cast<u64>(at(n - 1)) - static_cast<u64>(at(0)) < (u64{1} << 31));
+  }
+  RECOM_FN Range range(i32 total, i64 bag) const {
+    if (bag >= n) return Range{0, 0};
+    const i64 first = at(bag) - at(0);
+    const i64 last = bag + 1 < n ? at(bag + 1) - at(0) : total;
+    return Range{static_cast<i32>(first < total ? first : total), static_cast<i32>(last < total ? last : total)};
+  }
+};
+// The same for n lengths: a thread adds them up on its way from bag to bag.
+template <class T>
+struct LengthBags {
+  const T* length;
+  i64 n;
+  i64 tile = 0, before = 0;  // the tile's first bag, and where it starts
+  i64 here = 0, start = 0;   // the bag at hand, and where it starts
+
+  RECOM_FN i64 of(i64 k) const { return static_cast<i64>(load_one(length + k)); }
+  RECOM_FN bool ascend(const Tile& t) {
+    // Each warp by itself: nothing is shared between them.
+    bool ok = true;
+    i64 all = 0, front = 0;
+    for (i64 k = threadIdx.x % 32; k + 1 < n; k += 32) {
+      const i64 l = of(k);
+      ok &= l >= 0 && l < (i64{1} << 31);
+      all += l;
+      front += k < t.bag0 ? l : 0;
+    }
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      all += __shfl_xor_sync(0xffffffffu, all, lanes);
+      front += __shfl_xor_sync(0xffffffffu, front, lanes);
+    }
+    here = tile = t.bag0;
+    start = before = front;
+    return __syncthreads_and(ok && all < (i64{1} << 31)) != 0;
+  }
+  RECOM_FN Range range(i32 total, i64 bag) {
+    if (bag >= n) return Range{0, 0};
+    if (bag < here) {
+      here = tile;
+      start = before;
+    }
+    for (; here < bag; ++here) start += of(here);
+    const i64 last = bag + 1 < n ? start + of(bag) : total;
+    return Range{static_cast<i32>(start < total ? start : total), static_cast<i32>(last < total ? last : total)};
+  }
+};
+
 }  // namespace recom_cuda
 
 #endif  // RECOM_JAX_CUDA_TILE_CUH_
