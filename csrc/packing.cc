@@ -15,6 +15,7 @@
 #include "packing_copy.h"
 #include "packing_layout.h"
 #include "packing_memory.h"
+#include "packing_reader.h"
 #include "packing_ring.h"
 #include "program.h"
 
@@ -145,8 +146,12 @@ void bind_packing(py::module_& module) {
       .def("matches", &Packer::Matches, py::arg("leaves"),
            "-1, or the index of the first leaf that doesn't fit.")
       .def("pack_into", &Packer::PackInto, py::arg("slot").none(false), py::arg("leaves"),
-           "Like matches, and copies the leaves if all fit.");
+           "Like matches, and copies the leaves if all fit.")
+      .def("pack", &Packer::Pack, py::arg("ring").none(false), py::arg("leaves"),
+           "(Slot, its array) packed and consumed; the index of the first leaf that doesn't fit; "
+           "or None while no slot is free.");
 
+  BindReader(module);
   module.def("build_arena", &BuildArena, py::arg("entries"), py::arg("layout") = py::none(),
              "A pack of numpy arrays, as a read-only uint8 array.");
   module.def(

@@ -174,6 +174,17 @@ int64_t Packer::PackInto(const std::shared_ptr<Lease>& lease, const py::object& 
   return bad;
 }
 
+py::object Packer::Pack(Ring& ring, const py::object& sequence) const {
+  const auto lease = TryAcquire(ring);
+  if (!lease) return py::none();
+  const int64_t bad = PackInto(lease, sequence);
+  if (bad < 0) return py::make_tuple(lease, TakeArray(*lease));
+  Release(*lease);
+  return py::int_(bad);
+}
+
+int64_t LiveViews() { return live_views; }
+
 std::shared_ptr<Lease> LeaseOf(py::handle object) {
   if (!npy_api::get().PyArray_Check_(object.ptr())) return nullptr;
   const auto at = reinterpret_cast<uintptr_t>(py::detail::array_proxy(object.ptr())->data);

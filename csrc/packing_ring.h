@@ -169,6 +169,7 @@ bool Release(Lease& lease);
 std::shared_ptr<Lease> LeaseOf(py::handle object);
 // The lease of the first leaf that lies in a slot, if any. Free of charge while no view is alive.
 std::shared_ptr<Lease> LeaseAmong(const py::object& leaves);
+int64_t LiveViews();
 
 struct Packer {
   std::shared_ptr<Layout> layout;
@@ -177,6 +178,10 @@ struct Packer {
   int64_t Matches(const py::object& leaves) const;
 
   int64_t PackInto(const std::shared_ptr<Lease>& lease, const py::object& sequence) const;
+
+  // Packs into a slot that is free right now and consumes it: (the slot, its bytes). Or the index
+  // of the first leaf that doesn't fit, or None if no slot is free.
+  py::object Pack(Ring& ring, const py::object& sequence) const;
 };
 
 }  // namespace recom::packing

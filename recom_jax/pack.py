@@ -218,9 +218,15 @@ class Staging:
           The array to pass to JAX; or, if a leaf doesn't fit its entry, the index of the first such
           leaf (then no slot is consumed: take the slow path, or raise `mismatch(...)`).
         """
-        packer = self._get(layout)[1][cast(Any, jax.config).jax_enable_x64]
+        ring, packers = self._get(layout)
+        packer = packers[cast(Any, jax.config).jax_enable_x64]
         if not isinstance(leaves, list | tuple):
             leaves = list(leaves)
+        found = packer.pack(ring, leaves)
+        if type(found) is tuple:
+            return cast("np.ndarray[Any, Any]", found[1])
+        if found is not None:
+            return cast(int, found)
         bad: int = packer.matches(leaves)  # so that bad leaves don't wait for a slot first
         if bad >= 0:
             return bad

@@ -177,18 +177,23 @@ class Server:
         return self._run(plan, staged, leaves)
 
     def _call_flat(self, flat: FlatBatch, batch: dict[Any, Any]) -> Any:
-        try:
-            plans = flat.plans[batch[flat.first].shape, x64()]
-            leaves = flat.leaves(batch)
-        except (KeyError, AttributeError, TypeError):
-            return _MISS
-        slot = _recom.lease_among(leaves)
-        if slot is not None:
-            return self._serve_lease(slot, leaves, plans[0].tree, ())
-        for plan in plans:
-            found = self._try(plan, leaves)
-            if found is not _MISS:
-                return found
+        found = flat.read(batch)
+        if type(found) is tuple:
+            slot = _recom.lease_among(found)
+            if slot is not None:
+                return self._serve_lease(slot, found, flat.tree, ())
+            for plan in flat.plans.get((getattr(batch[flat.first], "shape", None), x64()), ()):
+                out = self._try(plan, found)
+                if out is not _MISS:
+                    return out
+        elif found is not None:
+            leased = flat.leased.get((found.layout, x64()))
+            if leased is not None:
+                try:
+                    staged = found.array()
+                except RuntimeError:
+                    self._served_twice()
+                return self._run(leased, staged, ())
         return _MISS
 
     def _try(self, plan: Plan, leaves: Sequence[Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -11,7 +10,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from recom_jax import pack
+from recom_jax import _recom, pack
 from recom_jax.bound import Plan, Source, make_plan, x64
 from recom_jax.errors import BatchTypeError, BindTypeError, DeletedError
 from recom_jax.options import Options
@@ -67,11 +66,24 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class FlatBatch:
-    """Batches that are one dict of arrays, as most are: their leaves without flattening."""
+    """Batches that are one dict of arrays, as most are: their leaves without flattening.
 
+    Attributes:
+      read: the leaves of such a dict; the Slot if it is a lease's own views; None if it has other keys.
+      plans: by (the first leaf's shape, x64).
+      leased: by (layout, x64).
+    """
+
+    tree: Any
     first: Any
-    leaves: Callable[[Any], tuple[Any, ...]]
-    plans: dict[Any, tuple[Plan, ...]]  # by (the first leaf's shape, x64)
+    read: Callable[[Any], Any]
+    plans: dict[Any, tuple[Plan, ...]] = dataclasses.field(default_factory=dict)
+    leased: dict[Any, Plan] = dataclasses.field(default_factory=dict)
+
+    def add(self, plan: Plan, shape: Any) -> None:
+        key = shape, x64()
+        self.plans[key] = (*self.plans.get(key, ()), plan)
+        self.leased.setdefault((plan.layout, key[1]), plan)
 
 
 class Core:
@@ -151,12 +163,10 @@ class Core:
         ):
             return
         found = self.flat.get(len(keys))
-        if found is None or next(iter(found.plans.values()))[0].tree != plan.tree:
-            self.flat[len(keys)] = FlatBatch(
-                keys[0], operator.itemgetter(*keys), {(shape, x64()): (plan,)}
-            )
-        else:
-            found.plans[shape, x64()] = (*found.plans.get((shape, x64()), ()), plan)
+        if found is None or found.tree != plan.tree:
+            found = FlatBatch(plan.tree, keys[0], _recom.DictReader(tuple(keys)).read)
+        found.add(plan, shape)
+        self.flat[len(keys)] = found
 
     def make(
         self, batch: Sequence[Any], kwargs: dict[str, Any], packs: bool, arena: bool = True
