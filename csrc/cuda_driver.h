@@ -53,6 +53,8 @@ inline constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHost
   X(mem_free, "cuMemFree_v2", (Pointer))                                                                         \
   X(host_alloc, "cuMemHostAlloc", (void**, size_t, unsigned))                                                    \
   X(host_free, "cuMemFreeHost", (void*))                                                                         \
+  X(host_register, "cuMemHostRegister_v2", (void*, size_t, unsigned))                                            \
+  X(host_unregister, "cuMemHostUnregister", (void*))                                                             \
   X(copy_to_device, "cuMemcpyHtoD_v2", (Pointer, const void*, size_t))                                           \
   X(copy_to_device_async, "cuMemcpyHtoDAsync_v2", (Pointer, const void*, size_t, Stream))                        \
   X(copy_to_host_async, "cuMemcpyDtoHAsync_v2", (void*, Pointer, size_t, Stream))                                \

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda_module.h"
+#include "cuda_stage.h"
 #include "interp.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -144,6 +145,43 @@ XLA_FFI_DEFINE_HANDLER(kFused, fused,
                            .Attr<ffi::Span<const int64_t>>("binding"));
 XLA_FFI_DEFINE_HANDLER(kEmpty, empty, ffi::Ffi::Bind().RemainingArgs().RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});
+
+// ---- staging ----
+
+ffi::Error stage_on_host(ffi::AnyBuffer token, ffi::Result<ffi::BufferR1<ffi::DataType::U8>> pack,
+                         ffi::Result<ffi::BufferR0<ffi::DataType::U8>> done, int64_t nbytes) {
+  return guarded([&]() -> ffi::Error {
+    stage_copy_on_host(pack->untyped_data(), stage_source(token.untyped_data(), nbytes));
+    *done->typed_data() = 0;
+    return ffi::Error::Success();
+  });
+}
+
+// `done` is not written: it says that the call has ended, and is never read.
+ffi::Error stage_on_cuda(cuda::Stream stream, ffi::AnyBuffer token,
+                         ffi::Result<ffi::BufferR1<ffi::DataType::U8>> pack,
+                         ffi::Result<ffi::BufferR0<ffi::DataType::U8>>, int64_t nbytes) {
+  return guarded([&]() -> ffi::Error {
+    stage_copy(pack->untyped_data(), stage_source(token.untyped_data(), nbytes), stream);
+    return ffi::Error::Success();
+  });
+}
+
+template <typename Binding>
+auto stage_call(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::BufferR1<ffi::DataType::U8>>()
+      .template Ret<ffi::BufferR0<ffi::DataType::U8>>()
+      .template Attr<int64_t>("nbytes");
+}
+XLA_FFI_DEFINE_HANDLER(kStageOnHost, stage_on_host, stage_call(ffi::Ffi::Bind()));
+// Not compatible with command buffers: a graph would keep the host address that it was captured
+// with, and XLA captures it anew only when a *device* address changes. Calls take turns with slots,
+// so it would be captured again at most calls; one copy ahead of the graph costs less.
+XLA_FFI_DEFINE_HANDLER(kStageOnCuda, stage_on_cuda,
+                       stage_call(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>()));
+
 // Attributes of both stages.
 template <typename Binding>
 auto cuda_attributes(Binding binding) {
@@ -172,5 +210,7 @@ void* fused_v1_handler() { return reinterpret_cast<void*>(kFused); }
 void* empty_v1_handler() { return reinterpret_cast<void*>(kEmpty); }
 void* cuda_initialize_handler() { return reinterpret_cast<void*>(kCudaInitialize); }
 void* cuda_execute_handler() { return reinterpret_cast<void*>(kCudaExecute); }
+void* stage_on_host_handler() { return reinterpret_cast<void*>(kStageOnHost); }
+void* stage_on_cuda_handler() { return reinterpret_cast<void*>(kStageOnCuda); }
 
 }  // namespace recom

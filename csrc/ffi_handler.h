@@ -11,6 +11,9 @@ void* empty_v1_handler();
 // The same fused target on CUDA, by stage; the empty one serves both platforms.
 void* cuda_initialize_handler();
 void* cuda_execute_handler();
+// Staging (cuda_stage.h), and what stands for it without a GPU.
+void* stage_on_host_handler();
+void* stage_on_cuda_handler();
 
 }  // namespace recom
 

@@ -11,6 +11,7 @@
 
 #include "cuda_bindings.h"
 #include "cuda_module.h"
+#include "cuda_stage.h"
 #include "ffi_handler.h"
 #include "interp.h"
 #include "kernels.h"
@@ -182,6 +183,8 @@ py::dict program_stats() {
   d["cuda_device_bytes"] = c.device_bytes.load();
   d["cuda_kernel_launches"] = c.kernel_launches.load();
   d["cuda_late_preparations"] = c.late_preparations.load();
+  d["cuda_staged_copies"] = stage_stats().copies;
+  d["cuda_stage_sources"] = stage_stats().sources;
   d["isa"] = kernels().name;
   return d;
 }
@@ -190,6 +193,7 @@ py::dict handlers() {
   py::dict d;
   d["recom_fused_v1"] = py::capsule(fused_v1_handler());
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
+  d["recom_stage_v1"] = py::capsule(stage_on_host_handler());
   return d;
 }
 
@@ -199,6 +203,7 @@ py::dict cuda_handlers() {
   stages["execute"] = py::capsule(cuda_execute_handler());
   d["recom_fused_v1"] = stages;
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
+  d["recom_stage_v1"] = py::capsule(stage_on_cuda_handler());
   return d;
 }
 
@@ -217,6 +222,8 @@ PYBIND11_MODULE(_recom, m) {
   m.def(
       "validate", [](const py::bytes& b) { recom::decode_program(recom::view(b)); },
       py::arg("program"), "Raises ValueError if the program is malformed.");
+  m.def("set_stage_delay", &recom::set_stage_delay, py::arg("microseconds"),
+        "Tests only: emulated staging copies sleep first.");
   bind_packing(m);
   recom::bind_cuda(m);
 }

@@ -114,6 +114,12 @@ void bind_packing(py::module_& module) {
       .def("freeze", &Lease::Freeze, "Makes every view given out read-only.")
       .def("release", &Release,
            "Gives an unused lease up; False if it was consumed or released before.")
+      .def("register_token", &RegisterToken, py::arg("address"), py::arg("device") = -1,
+           "Calls with a token at this address read this slot; page-locks its memory for a CUDA "
+           "device. Why that failed, or \"\".")
+      .def_property_readonly(
+          "tokens", [](const Lease& lease) { return lease.ring->tokens; },
+          "Of the ring: a dict for whoever makes them, alive as long as its memory.")
       .def_readonly("index", &Lease::slot)
       .def_property_readonly("state", &Lease::StateName, "'leased', 'in_flight' or 'free'")
       .def_property_readonly("layout", [](const Lease& lease) { return lease.ring->layout; })
@@ -123,7 +129,7 @@ void bind_packing(py::module_& module) {
   py::class_<Ring, std::shared_ptr<Ring>>(module, "SlotRing",
                                           "Staging slots of one layout. Thread-safe.")
       .def(py::init(&Ring::Make), py::arg("layout").none(false), py::arg("n_slots"))
-      .def("acquire", &Acquire, py::arg("timeout_s") = py::none(),
+      .def("acquire", &Acquire, py::arg("timeout_s") = py::none(), py::arg("waited_s") = 0.0,
            "Waits for a free slot; TimeoutError after that.")
       .def("try_acquire", &TryAcquire, "A free slot or None.")
       .def("find_slot", &Ring::FindSlot, py::arg("address"),

@@ -70,7 +70,7 @@ std::vector<std::string> States(Ring& ring) {
   return states;
 }
 
-std::shared_ptr<Lease> Acquire(Ring& ring, std::optional<double> timeout_s) {
+std::shared_ptr<Lease> Acquire(Ring& ring, std::optional<double> timeout_s, double waited_s) {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
   auto elapsed = [&] { return std::chrono::duration<double>(Clock::now() - start).count(); };
@@ -97,7 +97,7 @@ std::shared_ptr<Lease> Acquire(Ring& ring, std::optional<double> timeout_s) {
   }
   const auto states = States(ring);
   const std::string message =
-      "no staging slot became free within " + std::to_string(limit) + " s: of " +
+      "no staging slot became free within " + std::to_string(limit + waited_s) + " s: of " +
       std::to_string(ring.size()) + " slots " +
       std::to_string(std::count(states.begin(), states.end(), "leased")) + " are leased and " +
       std::to_string(std::count(states.begin(), states.end(), "in_flight")) +
@@ -144,6 +144,17 @@ py::list ViewsOf(const std::shared_ptr<Lease>& lease) {
   py::list out(n);
   for (int64_t i = 0; i < n; ++i) out[i] = ViewOf(lease, i);
   return out;
+}
+
+std::string RegisterToken(Lease& lease, uintptr_t token, int device) {
+  Ring& ring = *lease.ring;
+  std::string why;
+  if (device >= 0 && !ring.pinned[lease.slot]) {
+    why = pin_memory(lease.data(), static_cast<size_t>(ring.stride), device);
+    ring.pinned[lease.slot] = why.empty();
+  }
+  stage_register(token, {lease.data(), ring.layout->total_bytes, &ring});
+  return why;
 }
 
 bool Release(Lease& lease) {

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_stage.h"
 #include "packing_copy.h"
 #include "packing_layout.h"
 #include "packing_memory.h"
@@ -49,11 +50,15 @@ struct Ring : std::enable_shared_from_this<Ring> {
         stride(RoundUp(layout->total_bytes + kPackAlign, kPage)),
         memory(stride * n_slots),
         leases(n_slots),
-        ready(n_slots, 0) {
+        ready(n_slots, 0),
+        pinned(n_slots, 0) {
     for (int i = n_slots - 1; i >= 0; --i) free.push_back(i);
   }
 
   ~Ring() {
+    stage_forget(this);
+    for (int i = 0; i < size(); ++i)
+      if (pinned[i]) unpin_memory(Data(i));
     std::lock_guard<std::mutex> lock(Registry::Get().mutex);
     Registry::Get().rings.erase(address());
   }
@@ -102,6 +107,9 @@ struct Ring : std::enable_shared_from_this<Ring> {
   std::vector<int> free;  // the last one given back is taken first: it is warm
   std::vector<std::weak_ptr<Lease>> leases;
   std::vector<char> ready;  // header written, rest zeroed: at a slot's first use
+  // Under the GIL, of a slot by who has leased it.
+  std::vector<char> pinned;  // page-locked
+  py::dict tokens;           // Python's: what a slot is called on a device
 };
 
 struct Occupancy {
@@ -152,8 +160,8 @@ struct Lease {
 
 // A free slot, or null.
 std::shared_ptr<Lease> TryAcquire(Ring& ring);
-// Waits for one; raises TimeoutError after that long.
-std::shared_ptr<Lease> Acquire(Ring& ring, std::optional<double> timeout_s);
+// Waits for one; raises TimeoutError after that long. `waited_s`: what the caller waited before.
+std::shared_ptr<Lease> Acquire(Ring& ring, std::optional<double> timeout_s, double waited_s);
 // "free", "leased" or "in_flight" for each slot.
 std::vector<std::string> States(Ring& ring);
 
@@ -162,6 +170,9 @@ py::array TakeArray(Lease& lease);
 // Writable arrays over entries.
 py::array ViewOf(const std::shared_ptr<Lease>& lease, int64_t i);
 py::list ViewsOf(const std::shared_ptr<Lease>& lease);
+// Makes the lease's slot the one that calls with a token at this address read. With a device, the
+// slot's memory is page-locked at the first time; "" or why that failed.
+std::string RegisterToken(Lease& lease, uintptr_t token, int device);
 // Gives an unused lease up; false if it was consumed or released before.
 bool Release(Lease& lease);
 

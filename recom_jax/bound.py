@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from recom_jax import compat, pack, pipeline
+from recom_jax import compat, pack, pipeline, stage
 from recom_jax.errors import RecomError
 from recom_jax.lowering import FusedCall, fused_p
 from recom_jax.options import Options
@@ -28,6 +28,7 @@ class Source:
       packable: per batch leaf, whether it is a plain numpy array that a pack can hold.
       arena: whether small tables lie in an arena.
       pack_any: numpy leaves up to this many bytes are packed whoever reads them.
+      target: how staged leaves get to the device; None: as a numpy array.
     """
 
     fn: Callable[..., Any]
@@ -40,6 +41,7 @@ class Source:
     options: Options
     name: str
     pack_any: int
+    target: stage.Target | None
 
 
 class MismatchError(RecomError):
@@ -58,7 +60,8 @@ class Plan:
       direct_types: (type, shape, dtype, weak type) of the latter.
       arena_leaves, direct_bound: numbers of bound leaves in the arena, and of those passed as they are.
       layout, packer: of the staged leaves; packer: narrows 64-bit leaves as the x64 flag was.
-      body: (staging?, arena?, *direct_bound, *direct) -> the function's result.
+      target: where the staging operand is a token (`stage`); None: where it is the staging array.
+      body: (staging?, arena?, *direct_bound, *direct) -> the function's result; with a target (result, done).
       call: the same, jitted; raises `MismatchError` where a direct leaf's type is another.
     """
 
@@ -72,6 +75,7 @@ class Plan:
     direct_bound: tuple[int, ...]
     layout: Any
     packer: Any
+    target: stage.Target | None
     body: Callable[..., Any]
     call: Callable[..., Any]
 
@@ -123,6 +127,7 @@ def make_plan(source: Source) -> Plan:
         tuple(direct_bound),
         layout,
         pack.layout_of([LeafSpec.of(call.leaves[k]) for k in arena]) if arena else None,
+        source.target is not None and bool(packed),
     )
     body = _body(compiled, places)
     body.__name__ = source.name
@@ -139,6 +144,7 @@ def make_plan(source: Source) -> Plan:
         places.direct_bound,
         layout,
         packer,
+        source.target if places.by_token else None,
         body,
         jax.jit(body),
     )
@@ -147,6 +153,11 @@ def make_plan(source: Source) -> Plan:
 def x64() -> bool:
     """Whether JAX has 64-bit types now, in this thread."""
     return bool(getattr(jax.config, "jax_enable_x64"))  # noqa: B009 - mypy does not know it
+
+
+def context() -> tuple[bool, Any]:
+    """What of JAX's configuration decides how this thread's calls run: 64-bit types, the default device."""
+    return x64(), getattr(jax.config, "jax_default_device")  # noqa: B009
 
 
 def _type_of(leaf: Any) -> Any:
@@ -199,6 +210,7 @@ class _Places:
     direct_bound: tuple[int, ...]
     layout: Any
     arena_layout: Any
+    by_token: bool
 
 
 def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
@@ -211,6 +223,8 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         rest = list(args)
         staging = rest.pop(0) if places.packed else None
+        if places.by_token:
+            staging, done = stage.copy_slot(staging, places.layout.total_bytes)
         arena = rest.pop(0) if places.arena else None
         direct = [
             *((jaxpr.invars[k], None) for k in places.direct_bound),
@@ -249,7 +263,8 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
                 outs = compat.bind_eqn(eqn, [read(v) for v in eqn.invars])
             for var, value in zip(eqn.outvars, outs, strict=True):
                 env[id(var)] = value
-        return jax.tree_util.tree_unflatten(out_tree, [read(v) for v in jaxpr.outvars])
+        result = jax.tree_util.tree_unflatten(out_tree, [read(v) for v in jaxpr.outvars])
+        return (result, done) if places.by_token else result
 
     return call
 

@@ -16,6 +16,7 @@ from recom_jax.errors import PlatformError
 
 FUSED = "recom_fused_v1"
 EMPTY = "recom_empty_v1"
+STAGE = "recom_stage_v1"
 
 _LOCK = threading.Lock()
 _registered = False

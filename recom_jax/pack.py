@@ -18,11 +18,13 @@ layout's first use and drops the idle rings used longest ago above `max_bytes`.
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,9 @@ from jax import lax
 from recom_jax import _recom
 from recom_jax._recom import Layout, Packer, Slot, SlotRing
 from recom_jax.errors import ArgumentError, BatchError, BatchTypeError, BindError, LeaseError
+
+if TYPE_CHECKING:
+    from recom_jax.stage import Flights
 
 __all__ = [
     "Arena",
@@ -198,44 +203,72 @@ class Staging:
         """The layout's ring, made at its first use."""
         return self._get(layout)[0]
 
-    def acquire(self, layout: Layout, timeout_s: float | None = None) -> Slot:
+    def acquire(
+        self, layout: Layout, timeout_s: float | None = None, flights: Flights | None = None
+    ) -> Slot:
         """Leases a slot; waits while none is free, for `timeout_s` (None: the staging's own)."""
+        if flights is not None:
+            flights.sweep()
         ring = self._get(layout)[0]
+        limit = self.timeout_s if timeout_s is None else timeout_s
         slot = ring.try_acquire()
+        if slot is None and flights is not None:
+            slot = self._wait(ring, limit, flights)
         if slot is not None:
             return slot
         try:
-            return ring.acquire(self.timeout_s if timeout_s is None else timeout_s)
+            return ring.acquire(limit) if flights is None else ring.acquire(0.0, waited_s=limit)
         except TimeoutError as error:
             raise LeaseError(str(error)) from None
 
+    def _wait(self, ring: SlotRing, limit: float, flights: Flights) -> Slot | None:
+        """A slot, once calls on a GPU have ended: nobody is told of that, so look again and again."""
+        begun, full_collection, step = time.monotonic(), 0.1, 50e-6
+        slot: Slot | None = None
+        while slot is None and (waited := time.monotonic() - begun) < limit:
+            if waited > full_collection:  # a traceback may hold a slot, and be held by itself
+                gc.collect()
+                full_collection = waited + 2.0
+            if not flights.wait():
+                time.sleep(step)  # other threads are about to call, or to drop their leases
+                step = min(2 * step, 2e-3)
+            slot = ring.try_acquire()
+        return slot
+
     def try_pack(
-        self, layout: Layout, leaves: Sequence[object], timeout_s: float | None = None
-    ) -> np.ndarray[Any, Any] | int:
+        self,
+        layout: Layout,
+        leaves: Sequence[object],
+        timeout_s: float | None = None,
+        flights: Flights | None = None,
+    ) -> tuple[Slot, np.ndarray[Any, Any]] | int:
         """Gathers `leaves` into a slot and consumes it.
 
+        Args:
+          flights: calls that hold slots until they are swept (on a GPU).
+
         Returns:
-          The array to pass to JAX; or, if a leaf doesn't fit its entry, the index of the first such
-          leaf (then no slot is consumed: take the slow path, or raise `mismatch(...)`).
+          The slot and its bytes, which hold it; or, if a leaf doesn't fit its entry, the index of the first
+          such leaf (then no slot is consumed: take the slow path, or raise `mismatch(...)`).
         """
+        if flights is not None:
+            flights.sweep()
         ring, packers = self._get(layout)
         packer = packers[cast(Any, jax.config).jax_enable_x64]
         if not isinstance(leaves, list | tuple):
             leaves = list(leaves)
         found = packer.pack(ring, leaves)
-        if type(found) is tuple:
-            return cast("np.ndarray[Any, Any]", found[1])
         if found is not None:
-            return cast(int, found)
+            return cast("tuple[Slot, np.ndarray[Any, Any]] | int", found)
         bad: int = packer.matches(leaves)  # so that bad leaves don't wait for a slot first
         if bad >= 0:
             return bad
-        slot = self.acquire(layout, timeout_s)
+        slot = self.acquire(layout, timeout_s, flights)
         bad = packer.pack_into(slot, leaves)
         if bad >= 0:
             slot.release()
             return bad
-        return cast("np.ndarray[Any, Any]", slot.array())
+        return slot, slot.array()
 
     def _get(self, layout: Layout) -> tuple[SlotRing, tuple[Packer, Packer]]:
         with self._lock:

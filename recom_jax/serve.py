@@ -14,8 +14,8 @@ from typing import Any, NoReturn, cast
 import jax
 import numpy as np
 
-from recom_jax import _recom, compat, operands, pack, pipeline
-from recom_jax.bound import MismatchError, Plan, direct_mismatch, x64
+from recom_jax import _recom, compat, operands, pack, pipeline, stage
+from recom_jax.bound import MismatchError, Plan, context, direct_mismatch
 from recom_jax.errors import (
     BatchError,
     BatchTypeError,
@@ -35,12 +35,13 @@ from recom_jax.serve_batch import (
     given,
 )
 from recom_jax.serve_core import BindCost, Core, FlatBatch, Weights
+from recom_jax.serve_trace import InTrace
 from recom_jax.signature import Signature, leaf_fault
 
 _PAGE = 4096
 
 
-class Server:
+class Server(InTrace):
     """A function with its leading arguments bound: ``serve(batch)``. Made by `OptimizedFunction.bind`.
 
     Thread-safe. The bound arrays must stay alive: if they are donated elsewhere, calls raise DeletedError.
@@ -65,6 +66,7 @@ class Server:
         self.__name__ = name
         self._core = Core(fn, signature, options, name, leading)
         leaves = self._core.own(jax.tree_util.tree_leaves(self._core.dynamic(leading)))
+        self._core.home = stage.home_of(leaves)
         self._core.specs = tuple(
             jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in leaves
         )
@@ -113,20 +115,11 @@ class Server:
                     f"update: {name} is {now.dtype}{list(now.shape)}, "
                     f"bound was {old.dtype}{list(old.shape)}"
                 )
+        self._core.stays_home(new)
         with self._lock:
             arenas = {key: self._core.pack_tables(new, key) for key in self._weights.arenas}
             self._weights = Weights(new, arenas)
         pipeline.count("weight_updates")
-
-    def _arena(self, weights: Weights, which: tuple[int, ...]) -> Any:
-        """The packed tables of a version of the weights, made at first use."""
-        found = weights.arenas.get(which)
-        if found is None:
-            with self._lock:
-                found = weights.arenas.get(which)
-                if found is None:
-                    found = weights.arenas[which] = self._core.pack_tables(weights.leaves, which)
-        return found
 
     def _bound(self, plan: Plan) -> list[Any]:
         """The leading operands of a plan: the arena, and arrays that are not in it."""
@@ -165,7 +158,7 @@ class Server:
         slot = _recom.lease_among(leaves)
         if slot is not None:
             return self._serve_lease(slot, leaves, tree, static)
-        for plan in core.plans.get((len(leaves), first_shape(leaves), x64()), ()):
+        for plan in core.plans.get((len(leaves), first_shape(leaves), context()), ()):
             if plan.tree == tree and plan.static == static:
                 found = self._try(plan, leaves)
                 if found is not _MISS:
@@ -182,18 +175,18 @@ class Server:
             slot = _recom.lease_among(found)
             if slot is not None:
                 return self._serve_lease(slot, found, flat.tree, ())
-            for plan in flat.plans.get((getattr(batch[flat.first], "shape", None), x64()), ()):
+            for plan in flat.plans.get((getattr(batch[flat.first], "shape", None), context()), ()):
                 out = self._try(plan, found)
                 if out is not _MISS:
                     return out
         elif found is not None:
-            leased = flat.leased.get((found.layout, x64()))
+            leased = flat.leased.get((found.layout, context()))
             if leased is not None:
                 try:
                     staged = found.array()
                 except RuntimeError:
                     self._served_twice()
-                return self._run(leased, staged, ())
+                return self._run(leased, (found, staged), ())
         return _MISS
 
     def _try(self, plan: Plan, leaves: Sequence[Any]) -> Any:
@@ -206,22 +199,25 @@ class Server:
             return _MISS
 
     def _stage(self, plan: Plan, leaves: Sequence[Any]) -> Any:
-        """The staging array, None if nothing is staged, or the index of a packed leaf that does not fit."""
+        """The slot and its bytes, None if nothing is staged, or the index of a packed leaf that does not fit."""
         if not plan.packed:
             return None
         chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
-        staged = self._core.staging.try_pack(plan.layout, chosen)
+        flights = plan.target.flights if plan.target is not None else None
+        staged = self._core.staging.try_pack(plan.layout, chosen, flights=flights)
         if not isinstance(staged, int):
-            pipeline.count("bytes_packed", staged.nbytes)
+            pipeline.count("bytes_packed", plan.layout.total_bytes)
         return staged
 
     def _run(self, plan: Plan, staged: Any, leaves: Sequence[Any]) -> Any:
         bound = self._bound(plan)
         direct = [leaves[k] for k in plan.direct]
         try:
-            return (
-                plan.call(*bound, *direct) if staged is None else plan.call(staged, *bound, *direct)
-            )
+            if plan.target is not None:
+                return self._run_by_token(plan.target, plan.call, staged, [*bound, *direct])
+            if staged is None:
+                return plan.call(*bound, *direct)
+            return plan.call(staged[1], *bound, *direct)
         except RecomError:
             raise
         except Exception as why:
@@ -232,69 +228,25 @@ class Server:
                 self._blame(leaves[k], f"argument {plan.names[k]}", why)
             raise trace_error(why, f"while serving {self.__name__}") from why
 
+    def _run_by_token(
+        self, target: stage.Target, call: Any, staged: Any, rest: Sequence[Any]
+    ) -> Any:
+        slot, held = staged
+        token = target.token(slot)
+        try:
+            result, done = call(token, *rest)
+        except MismatchError:  # found while tracing: nothing was run
+            raise
+        except BaseException:
+            target.flights.add_failed(token, held)
+            raise
+        target.flights.add(done, held)
+        return result
+
     def _blame(self, leaf: Any, what: str, why: Exception) -> None:
         fault = leaf_fault(leaf, f"{what} of {self.__name__}", why)
         if fault is not None:
             raise fault from why
-
-    # ---- inside a trace -----------------------------------------------------------------------------------
-
-    def snapshot(self) -> Weights:
-        """For `operands`: the version of the weights that a call of a traced program uses."""
-        return self._weights
-
-    def lookup(self, version: Weights, key: Any) -> Any:
-        """For `operands`: an arena (by the leaves in it) or a leaf (by number) of a version."""
-        return self._arena(version, key) if isinstance(key, tuple) else version.leaves[key]
-
-    def _traced(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Inside jit, vmap, grad: the program becomes part of the trace, with the bound arrays as operands."""
-        weights = self._weights
-        batched = any(compat.is_batched(x) for x in jax.tree_util.tree_leaves((batch, kwargs)))
-        # Batching goes through the compiler again, which sees tables, not packs.
-        plan, leaves = self._core.make(batch, kwargs, packs=False, arena=not batched)
-        if weights.traced and plan.arena_leaves not in weights.arenas:
-            plan, leaves = self._core.make(batch, kwargs, packs=False, arena=False)
-        keys = ([plan.arena_leaves] if plan.arena_leaves else []) + list(plan.direct_bound)
-        bound = [self._core.in_trace(weights, key) if weights.traced else None for key in keys]
-        fixed = [n for n, x in enumerate(bound) if not isinstance(x, jax.core.Tracer)]
-        values = operands.as_operands([self._operand(weights, keys[n]) for n in fixed])
-        for n, value in zip(fixed, values, strict=True):
-            bound[n] = value
-        try:
-            return plan.body(*bound, *(leaves[k] for k in plan.direct))
-        except RecomError:
-            raise
-        except Exception as why:
-            raise trace_error(why, f"while serving {self.__name__} inside a trace") from why
-
-    def _operand(self, weights: Weights, key: Any) -> operands.Operand:
-        with self._lock:
-            found = self._operands.get(key)
-            if found is None:
-                found = self._operands[key] = operands.Operand(self, key, self.lookup(weights, key))
-            return found
-
-    def _flatten(self) -> tuple[tuple[Any, ...], Any]:
-        weights = self._weights
-        keys = tuple(sorted(weights.arenas))
-        inside = {k for key in keys for k in key}
-        rest = tuple(x for k, x in enumerate(weights.leaves) if k not in inside)
-        return (*(weights.arenas[key] for key in keys), *rest), (self._core, keys)
-
-    @classmethod
-    def _unflatten(cls, aux: Any, children: Sequence[Any]) -> Server:
-        core, keys = aux
-        arenas = dict(zip(keys, children, strict=False))
-        inside = {k for key in keys for k in key}
-        rest = iter(children[len(keys) :])
-        leaves = tuple(None if k in inside else next(rest) for k in range(len(core.names)))
-        new = object.__new__(cls)
-        new.__name__, new._core = core.name, core
-        # Tracers, or whatever JAX puts in their place: such a server takes every call the traced way.
-        new._weights = Weights(leaves, arenas, traced=True)
-        new._lock, new._operands = threading.RLock(), {}
-        return new
 
     # ---- plans --------------------------------------------------------------------------------------------
 
@@ -307,12 +259,13 @@ class Server:
         shared = sum(
             int(np.prod(specs[k].shape)) * specs[k].dtype.itemsize for k in plan.direct_bound
         )
-        return BindCost(
-            -(-arena // _PAGE) * _PAGE,
-            pack.ring_bytes(plan.layout, 1) if plan.packed else 0,
-            self._core.options.ring_slots,
-            shared,
-        )
+        slot = pack.ring_bytes(plan.layout, 1) if plan.packed else 0
+        slots = self._core.options.ring_slots
+        target = stage.target_of(self._core.home)
+        if target is None:
+            return BindCost(-(-arena // _PAGE) * _PAGE, slot, slots, shared)
+        copy = plan.layout.total_bytes if plan.packed else 0
+        return BindCost(arena, slot, slots, shared, str(target.device), copy)
 
     def warmup(self, sizes: int | Sequence[int], *example: Any, **kwargs: Any) -> None:
         """Traces and compiles for these batch sizes before traffic.
@@ -374,11 +327,11 @@ class Server:
             dynamic, named, _ = self._core.split_static(batch, kw)
             leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
         if plan.all_packed:
-            views = self._core.staging.acquire(plan.layout).views()
+            views = self._acquire(plan).views()
         else:
             views = [np.empty(x.shape, x.dtype) if type(x) is np.ndarray else x for x in leaves]
             if plan.packed:
-                slot = self._core.staging.acquire(plan.layout)
+                slot = self._acquire(plan)
                 for k, view in zip(plan.packed, slot.views(), strict=True):
                     views[k] = view
         args, named = jax.tree_util.tree_unflatten(tree, views)
@@ -386,9 +339,13 @@ class Server:
             return named if not args else (args, named)
         return args[0] if len(args) == 1 else args
 
+    def _acquire(self, plan: Plan) -> pack.Slot:
+        flights = plan.target.flights if plan.target is not None else None
+        return self._core.staging.acquire(plan.layout, flights=flights)
+
     def _known(self, leaves: Sequence[Any], tree: Any, static: Any) -> Plan | None:
         """The plan that these leaves fit as they are, without looking at each from Python."""
-        for plan in self._core.plans.get((len(leaves), first_shape(leaves), x64()), ()):
+        for plan in self._core.plans.get((len(leaves), first_shape(leaves), context()), ()):
             if plan.tree == tree and plan.static == static:
                 chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
                 if (not plan.packed or plan.packer.matches(chosen) < 0) and not direct_mismatch(
@@ -402,7 +359,7 @@ class Server:
             self._served_twice()
         plans = [
             p
-            for p in self._core.by_layout.get(slot.layout, ())
+            for p in self._core.by_layout.get((slot.layout, context()[1]), ())
             if p.tree == tree and p.static == static
         ]
         if not plans:
@@ -430,7 +387,7 @@ class Server:
             self._served_twice()
         if bad >= 0:
             raise pack.mismatch(plan.layout, bad, chosen[bad], plan.packed_names)
-        return self._run(plan, staged, leaves)
+        return self._run(plan, (slot, staged), leaves)
 
     def _served_twice(self) -> NoReturn:
         raise LeaseError(

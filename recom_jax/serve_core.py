@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
-import numpy as np
 
-from recom_jax import _recom, pack
-from recom_jax.bound import Plan, Source, make_plan, x64
-from recom_jax.errors import BatchTypeError, BindTypeError, DeletedError
+from recom_jax import _recom, pack, stage
+from recom_jax.bound import Plan, Source, context, make_plan
+from recom_jax.errors import BatchTypeError, BindError, BindTypeError, DeletedError
 from recom_jax.options import Options
 from recom_jax.pack import LeafSpec
 from recom_jax.serve_batch import first_shape, given, is_packable, type_key
 from recom_jax.signature import DELETED, Signature, is_deleted, leaf_problem
 
-_PACK_ANY = 1 << 18  # bytes: numpy leaves up to this size are packed even if only XLA reads them
+# Bytes: numpy leaves up to this size are packed even if only XLA reads them. JAX takes long to copy to a GPU.
+_PACK_ANY = 1 << 18
+_STAGE_ANY = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +31,30 @@ class BindCost:
       arena: small tables, copied once into one buffer.
       staging_slot, staging_slots: one staging buffer of this batch size, and how many may exist.
       shared: tables and weights passed as they are: no copy.
+      device: the GPU that the arena and copies of staging buffers are on; staging buffers are page-locked host
+        memory then. "": all is in host memory.
+      staging_copy: what one call in flight takes on that device for its staged inputs.
     """
 
     arena: int
     staging_slot: int
     staging_slots: int
     shared: int
+    device: str = ""
+    staging_copy: int = 0
 
     @property
     def total(self) -> int:
         return self.arena + self.staging_slot * self.staging_slots
 
     def __str__(self) -> str:
+        if self.device:
+            return (
+                f"arena {self.arena:,} bytes on {self.device} + staging {self.staging_slots} x "
+                f"{self.staging_slot:,} bytes of page-locked host memory (each at its first use), copied to "
+                f"{self.staging_copy:,} bytes a call in flight; {self.shared:,} bytes shared with the caller, "
+                "not copied"
+            )
         return (
             f"arena {self.arena:,} bytes + staging {self.staging_slots} x {self.staging_slot:,} bytes "
             f"(a slot's pages exist once used); {self.shared:,} bytes shared with the caller, not copied"
@@ -70,8 +84,8 @@ class FlatBatch:
 
     Attributes:
       read: the leaves of such a dict; the Slot if it is a lease's own views; None if it has other keys.
-      plans: by (the first leaf's shape, x64).
-      leased: by (layout, x64).
+      plans: by (the first leaf's shape, context).
+      leased: by (layout, context).
     """
 
     tree: Any
@@ -81,7 +95,7 @@ class FlatBatch:
     leased: dict[Any, Plan] = dataclasses.field(default_factory=dict)
 
     def add(self, plan: Plan, shape: Any) -> None:
-        key = shape, x64()
+        key = shape, context()
         self.plans[key] = (*self.plans.get(key, ()), plan)
         self.leased.setdefault((plan.layout, key[1]), plan)
 
@@ -109,13 +123,15 @@ class Core:
             signature.parameter(positions[p[0].idx]) + jax.tree_util.keystr(p[1:]) for p, _ in paths
         )
         self.specs: tuple[Any, ...] = ()
+        self.home: tuple[Any, bool] = (None, False)  # see `stage.home_of`
         self.lock = threading.RLock()
-        # By (number of leaves, the first leaf's shape, x64).
+        # By (number of leaves, the first leaf's shape, context).
         self.plans: dict[Any, tuple[Plan, ...]] = {}
         self.by_types: dict[Any, Plan] = {}
         self.by_layout: dict[Any, tuple[Plan, ...]] = {}
         self.flat: dict[int, FlatBatch] = {}  # by number of keys
         self.example: Any = None
+        self.sweeps = False
         self.staging = pack.Staging(options.ring_slots, timeout_s=options.lease_timeout_s)
 
     def dynamic(self, leading: Sequence[Any]) -> tuple[Any, ...]:
@@ -140,10 +156,11 @@ class Core:
     def add(self, plan: Plan, batch: Any, kwargs: Any, leaves: Sequence[Any]) -> None:
         """Makes a plan known to calls. The lock is held; readers take none, so tuples are replaced whole."""
         shape = first_shape(leaves)
-        key = (len(leaves), shape, x64())
+        key = (len(leaves), shape, context())
         self.plans[key] = (*self.plans.get(key, ()), plan)
         if plan.packed:
-            self.by_layout[plan.layout] = (*self.by_layout.get(plan.layout, ()), plan)
+            where = plan.layout, context()[1]
+            self.by_layout[where] = (*self.by_layout.get(where, ()), plan)
         if (
             len(batch) != 1
             or kwargs
@@ -183,6 +200,7 @@ class Core:
                 raise BatchTypeError(f"{what}: {problem}")
             if is_deleted(leaf):
                 raise DeletedError(f"{what}: {DELETED}")
+        target = stage.target_of(self.home) if packs else None
         packable = tuple(packs and is_packable(x) for x in leaves)
         source = Source(
             self.fn,
@@ -194,7 +212,8 @@ class Core:
             arena,
             self.options,
             self.name,
-            _PACK_ANY,
+            _PACK_ANY if target is None else _STAGE_ANY,
+            target,
         )
         return make_plan(source), leaves
 
@@ -202,13 +221,17 @@ class Core:
         """The compiled form for these types, made on first sight."""
         dynamic, named, static = self.split_static(batch, kwargs)
         leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
-        key = (tree, static, x64(), tuple(type_key(x) for x in leaves))
+        key = (tree, static, context(), tuple(type_key(x) for x in leaves))
         with self.lock:
             plan = self.by_types.get(key)
             if plan is None:
                 plan, _ = self.make(batch, kwargs, packs=True)
                 self.by_types[key] = plan
                 self.add(plan, dynamic, named, leaves)
+            if plan.target is not None and not self.sweeps:
+                # What this server has in flight at its end would else stay until another server's call.
+                weakref.finalize(self, plan.target.flights.sweep)
+                self.sweeps = True
             if self.example is None:
                 self.example = jax.tree_util.tree_map(given, (tuple(batch), kwargs))
         return plan
@@ -231,15 +254,32 @@ class Core:
                 owned.append(jax.numpy.asarray(leaf) if scalar else jax.numpy.array(leaf))
         return tuple(owned)
 
+    def stays_home(self, leaves: Sequence[Any]) -> None:
+        """Raises BindError where new arrays would need other plans: tokens belong to one device."""
+        home = stage.home_of(leaves)
+        if home == self.home:
+            return
+        if stage.target_of(home) is not stage.target_of(self.home):
+            where = [
+                str(device) if device else "JAX's default device"
+                for device in (home[0], self.home[0])
+            ]
+            raise BindError(
+                f"update: the arrays are committed to {where[0]}, bound were those of {where[1]}; bind again"
+            )
+        self.home = home
+
     def pack_tables(self, leaves: Sequence[Any], which: tuple[int, ...]) -> jax.Array:
         """Leaves of these numbers as one array of bytes: an arena."""
         names = [self.names[k] for k in which]
         for k, name in zip(which, names, strict=True):
             if is_deleted(leaves[k]):
                 raise DeletedError(f"bound argument {name} of {self.name}: {DELETED}")
-        arena = pack.Arena.build([np.asarray(leaves[k]) for k in which], names=names)
+        # From a GPU all at once, not one after the other.
+        tables = jax.device_get([leaves[k] for k in which])
+        arena = pack.Arena.build(tables, names=names)
         with jax.ensure_compile_time_eval():  # a server lives longer than a trace it is used in
-            return cast(jax.Array, jax.device_put(arena.data))
+            return cast(jax.Array, jax.device_put(arena.data, self.home[0]))
 
     def in_trace(self, weights: Weights, key: Any) -> Any:
         """An arena or leaf of weights that are traced; a leaf that only an arena holds is cut out of it."""

@@ -357,7 +357,7 @@ def test_x64_does_not_narrow():
     try:
         jax.config.update("jax_enable_x64", True)
         assert staging.try_pack(narrow, [ids]) == 0
-        data = staging.try_pack(wide, [ids])
+        _, data = staging.try_pack(wide, [ids])
         assert same_bits(jax.jit(lambda u: pack.unpack(u, wide, 0))(data), ids)
     finally:
         jax.config.update("jax_enable_x64", old)
@@ -842,7 +842,7 @@ def test_staging_serves_many_layouts():
     for n in sizes:
         a = np.arange(n, dtype=np.int32)
         layout = layout_for([a, GOOD])
-        data = staging.try_pack(layout, [a, GOOD])
+        _, data = staging.try_pack(layout, [a, GOOD])
         assert same_bits(entry(data, layout, 0), a)
         del data
     assert staging.n_rings == 1  # idle ones are dropped above max_bytes

@@ -1,0 +1,51 @@
+// Staging on a GPU: what the FFI target recom_stage_v1 copies, and page-locked host memory.
+//
+// A jitted function cannot be handed a host buffer without JAX copying it its own way. It is handed
+// a slot's *token* instead, a tiny array that stays on the device for as long as the slot's ring
+// lives, and the target's handler finds the slot by the token's address.
+
+#ifndef RECOM_JAX_CSRC_CUDA_STAGE_H_
+#define RECOM_JAX_CSRC_CUDA_STAGE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "cuda_driver.h"
+
+namespace recom {
+
+struct StageSource {
+  const void* host = nullptr;
+  int64_t nbytes = 0;
+  const void* owner = nullptr;  // the ring
+};
+
+// A later entry at the same address replaces an older one: the older token is gone then.
+void stage_register(uintptr_t token, const StageSource& source);
+// Forgets what `owner` registered and nobody has replaced.
+void stage_forget(const void* owner);
+
+// The source of a call whose pack is that large. Throws std::runtime_error where the token is
+// unknown, so that no call computes with bytes of another batch.
+StageSource stage_source(const void* token, int64_t nbytes);
+
+// Page-locks memory for every device; "" or why it could not be.
+std::string pin_memory(void* data, size_t nbytes, int device);
+void unpin_memory(void* data);
+
+// The copy, on XLA's stream.
+void stage_copy(void* to, const StageSource& source, cuda::Stream stream);
+// The same where device memory is host memory: for tests without a GPU.
+void stage_copy_on_host(void* to, const StageSource& source);
+// Tests only: such a copy sleeps first, so that a slot written too early shows.
+void set_stage_delay(int64_t microseconds);
+
+struct StageStats {
+  int64_t copies, sources;
+};
+StageStats stage_stats();
+
+}  // namespace recom
+
+#endif  // RECOM_JAX_CSRC_CUDA_STAGE_H_

@@ -1,0 +1,179 @@
+"""Staging on a GPU: a call is handed a slot's token and copies the slot itself.
+
+JAX copies numpy arrays to a GPU from pageable memory, in its own time. Here slots are page-locked, and the jitted
+function's first equation is the FFI target `recom_stage_v1`: it finds a slot by the device address of its *token*, a
+tiny array made once a slot, and copies the slot on XLA's stream. The pack is then an array like any other.
+
+JAX does not know that a call reads a slot, so `Flights` holds on to it: each call also returns a tiny array `done`,
+and its slot is let go once that is ready.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from recom_jax import ffi
+from recom_jax.lowering import warn_once
+
+_TOKEN_BYTES = 16
+_emulated = False  # tests: stage on the CPU as on a GPU
+
+
+class Flights:
+    """Calls on one device that may still read their slots, the oldest first. Thread-safe.
+
+    A call that is looked at is taken out meanwhile, so that no two threads judge the same one.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Any, Any]] = deque()
+        self._lost: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, done: Any, held: Any) -> None:
+        """Keeps `held` until `done`, an array nobody else has, is ready."""
+        self._calls.append((done, held))
+
+    def add_failed(self, token: Any, held: Any) -> None:
+        """Keeps `held` until what the device was given before now has run: a failed call may have begun to copy."""
+        try:
+            self.add(_after(token), held)
+        except (
+            Exception
+        ):  # the device takes no work any more: nobody can tell whether it still reads
+            self._lost.append(held)
+
+    def sweep(self) -> None:
+        """Lets go of what has ended, without waiting."""
+        while self._calls:
+            try:
+                call = self._calls.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            if not _has_ended(call[0]):
+                self._calls.appendleft(call)
+                return
+            del call
+
+    def wait(self) -> bool:
+        """Waits for the oldest call; False if there is none."""
+        try:
+            done, held = self._calls.popleft()
+        except IndexError:
+            return False
+        with contextlib.suppress(Exception):  # as in _has_ended
+            done.block_until_ready()
+        del held
+        return True
+
+
+def _has_ended(done: Any) -> bool:
+    try:
+        return bool(done.is_ready())
+    except Exception:  # it failed; the caller learns of it from the call's own result
+        return True
+
+
+class Target:
+    """A device whose calls are handed tokens. Made by `target_of`, once for each device and commitment.
+
+    Attributes:
+      committed: whether results are committed to the device, as they are where bound arrays are.
+      ordinal: CUDA's number of the device; -1: emulated.
+    """
+
+    def __init__(self, device: Any, committed: bool, flights: Flights) -> None:
+        self.device, self.committed, self.flights = device, committed, flights
+        self.ordinal = -1 if device.platform == "cpu" else int(device.local_hardware_id)
+
+    def token(self, slot: Any) -> Any:
+        """The array that stands for a slot of any ring."""
+        found = slot.tokens.get((slot.index, self))
+        if found is None:
+            with jax.default_device(self.device):
+                place = self.device if self.committed else None
+                found = jax.device_put(np.zeros(_TOKEN_BYTES, np.uint8), place)
+                address = found.unsafe_buffer_pointer()
+            why = slot.register_token(address, self.ordinal)
+            if why:
+                warn_once(
+                    f"recom_jax: staging memory is not page-locked, copies to the GPU are slower: {why}"
+                )
+            slot.tokens[slot.index, self] = found
+        return found
+
+    def __repr__(self) -> str:
+        return f"<staging on {self.device}>"
+
+
+def copy_slot(token: Any, nbytes: int) -> tuple[Any, Any]:
+    """In a jitted function: (the pack of the slot that the token stands for, `done`)."""
+    kinds = [jax.ShapeDtypeStruct(shape, np.uint8) for shape in ((nbytes,), ())]
+    pack, done = jax.ffi.ffi_call(ffi.STAGE, kinds)(token, nbytes=np.int64(nbytes))
+    return pack, done
+
+
+def home_of(leaves: Sequence[Any]) -> tuple[Any, bool]:
+    """(the one device that these arrays are on, whether any is committed to it).
+
+    The device is None if there are several, or if nothing is committed: then JAX's default device counts at each
+    call.
+    """
+    committed = [x for x in leaves if not isinstance(x, jax.core.Tracer) and x.committed]
+    devices = {d for x in committed for d in x.sharding.device_set}
+    return (devices.pop() if len(devices) == 1 else None), bool(committed)
+
+
+def target_of(home: tuple[Any, bool]) -> Target | None:
+    """How batches get to the device that calls will run on; None: as numpy arrays, which is best on a CPU."""
+    device, committed = home
+    if device is None:
+        if committed:
+            return None
+        device = getattr(jax.config, "jax_default_device")  # noqa: B009 - mypy does not know it
+        if device is None or isinstance(device, str):
+            device = jax.local_devices(backend=device)[0]
+    return _target(device, committed) if is_staged(device) else None
+
+
+def is_staged(device: Any) -> bool:
+    if device.platform == "cpu":
+        return _emulated
+    return device.platform in ("gpu", "cuda") and "cuda" in device.client.platform_version.lower()
+
+
+@functools.cache
+def _target(device: Any, committed: bool) -> Target:
+    return Target(device, committed, _flights(device))
+
+
+@functools.cache
+def _flights(device: Any) -> Flights:
+    """One for all servers: what a dropped server had in flight is kept until it has ended, too."""
+    flights = Flights()
+    atexit.register(_drain, flights)  # before JAX's own, which takes the device away
+    return flights
+
+
+def _drain(flights: Flights) -> None:
+    while flights.wait():
+        pass
+
+
+@functools.cache
+def _successor() -> Any:
+    return jax.jit(lambda token: token + np.uint8(1))
+
+
+def _after(token: Any) -> Any:
+    return _successor()(token)
