@@ -14,8 +14,8 @@ from examples.recom_models import model_e, model_f
 from recom_jax.cuda.codegen import Schedule
 from tools.gpu_kernels import oracle
 
-# (flight, blocks, ahead)
-SCHEDULES = ((4, 4, False), (4, 4, True), (4, 3, True), (2, 4, True), (2, 5, True))
+# (flight, blocks)
+SCHEDULES = ((4, 4), (4, 3), (2, 4), (2, 5), (8, 3))
 SLICES, SMS = (0,), (132,)
 
 
@@ -30,13 +30,13 @@ def main() -> None:
         kernel = gpu_kernel.kernel_of(model.columns, params, model.batch(int(size), 1))
         want = oracle(kernel)
         slices = SLICES if name not in "ef" else (0,)
-        for (flight, blocks, ahead), sms, s in itertools.product(SCHEDULES, SMS, slices):
+        for (flight, blocks), sms, s in itertools.product(SCHEDULES, SMS, slices):
             timed = gpu_kernel.time_kernel(
                 kernel, calls=10, repeats=7, sms=sms, slice_positions=s,
-                schedule=Schedule(flight, blocks, ahead),
+                schedule=Schedule(flight, blocks),
             )  # fmt: skip
             worst = max(gpu_kernel.error(kernel, w, k) for k, w in enumerate(want))
-            print(f"{spec} flight {flight} ahead {int(ahead)} blocks/SM {blocks} sms {sms} slice {s}: "
+            print(f"{spec} flight {flight} blocks/SM {blocks} sms {sms} slice {s}: "
                   f"{timed.median * 1e3:.1f} us, {timed.blocks} blocks, error {worst:.1e}", flush=True)  # fmt: skip
         del params, kernel
 

@@ -69,8 +69,7 @@ class Body(Regions):
                 small = s in u.small
                 value = f"static_cast<i32>(me.word({1 + s}))" if small else f"me.word({1 + s})"
                 head.append(f"  const {'i32' if small else 'i64'} s{s} = {value};")
-        loop = [*self.loop_head(), *passes, *self.loop_tail()]
-        return [*head, *before, *self.prologue, *loop, "}"]
+        return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), "}"]
 
     def before(self) -> list[str]:
         """What the whole block finds out before its first bag."""
@@ -133,7 +132,6 @@ class Body(Regions):
                 lines.append(f"    const i32 bag_{k} = rest % static_cast<i32>({size});")
                 lines.append(f"    rest /= static_cast<i32>({size});")
             lines.append("    const i32 bag_0 = rest;")
-        lines += ["  " + line for line in self.pass_head]
         if u.width_slot >= 0:
             width = str(u.width) if u.width is not None else self.slot_late(u.width_slot)
             lines += [
@@ -152,8 +150,7 @@ class Body(Regions):
         return str(value) if value is not None else f"me.word({1 + s})"
 
     def loop_tail(self) -> list[str]:
-        tail = ["  " + line for line in self.pass_tail]
-        return ["    }", *tail, "  }"] if self.u.width_slot >= 0 else [*tail, "  }"]
+        return ["    }", "  }"] if self.u.width_slot >= 0 else ["  }"]
 
     def store(self, i: Instr) -> None:
         src, buffer, offset, _, *strides = i.args

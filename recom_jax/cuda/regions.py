@@ -45,31 +45,12 @@ class Regions(Text):
         for b in reductions:
             self.start(b)
         loads = [b for b in first if b.op == "LOAD"]
-        piped = (
-            self.schedule.ahead
-            and not self.slow
-            and bool(loads)
-            and len(self.cls.outer) <= 1
-            and sum(b.op in ("REGION", "JREGION") for b in self.u.code) == 1
-            and all(b.op != "EXPAND" for b in first)
-        )
         flights = f"constexpr int kFlight = {flight}, kOwn = own_numbers(kShare, kFlight);"
-        if piped:
-            depth, lines = self.depth, self.lines
-            self.depth, self.lines = 1, []
-            self.ranges(i)
-            self.put(flights)
-            self.reader(i, loads)
-            self.pipe()
-            self.prologue = self.lines
-            self.depth, self.lines = depth, lines
         self.put("{")
         self.depth += 1
-        if not piped:
-            self.ranges(i)
-            self.put(flights)
-            self.reader(i, loads)
-            self.put("const Range span = range_of(bag);")
+        self.ranges(i)
+        self.put(flights)
+        self.reader(i, loads)
         self.put("const i32 end = span.end;")
         self.numbers_of(i, first, numbers, counts)
         missing = [b for b in pools if self.may_miss(b.args[3])]
@@ -86,19 +67,8 @@ class Regions(Text):
         self.put("for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {")
         self.depth += 1
         self.put("Position now[kOwn];")
-        again = "read(bag, q0 + i * team.size + team.rank)"
         self.put("Read raw[kOwn];")
-        if piped:
-            self.put("if (q0 == span.begin) {")
-            self.depth += 1
-            self.unrolled("i", "kOwn", "raw[i] = soon[i];")
-            self.depth -= 1
-            self.put("} else {")
-            self.depth += 1
-        self.unrolled("i", "kOwn", f"raw[i] = {again};")
-        if piped:
-            self.depth -= 1
-            self.put("}")
+        self.unrolled("i", "kOwn", "raw[i] = read(q0 + i * team.size + team.rank);")
         self.unrolled("i", "kOwn", "now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);")
         for b in counts:
             self.unrolled(
@@ -275,64 +245,30 @@ class Regions(Text):
             self.put("const i32 q_0 = rest_q;")
 
     def ranges(self, i: Instr) -> None:
-        """How many positions there are, and which are a bag's, as a function of the bag."""
+        """How many positions there are, and which are the bag's."""
         if self.jagged:
             self.put(f"const i32 total = static_cast<i32>({self.slot(i.args[0])});")
         else:
             sizes = [self.slot(s) for s in i.args[1:]]
             self.put(f"const i32 total = static_cast<i32>({' * '.join(sizes) or '1'});")
         if not self.jagged or self.slow:
-            self.put("const auto range_of = [&](i32) { return Range{0, total}; };")
+            self.put("const Range span{0, total};")
             return
         seg, splits = i.args[1], self.splits(i)
         if splits is None:
-            self.put(
-                f"const auto range_of = [&](i32 bag) {{ return range_in(seg_{seg}, total, bag); }};"
-            )
+            self.put(f"const Range span = range_in(seg_{seg}, total, bag);")
         elif splits[0] in BAGS:
-            self.put(f"auto range_of = [&](i32 bag) {{ return bags_{seg}.range(total, bag); }};")
+            self.put(f"const Range span = bags_{seg}.range(total, bag);")
         else:
             at = f"split_range(splits_{seg}, {self.slot(splits[3])}, total, bag)"
-            self.put(f"const auto range_of = [&](i32 bag) {{ return {at}; }};")
-
-    def pipe(self) -> None:
-        """The next bag's ids, and the limits of the one after it, travel while a bag's rows do.
-
-        Ids are kept as they were read: what is computed of them would wait for them.
-        """
-        rank = "i * team.size + team.rank"
-        self.put("const auto bag_at = [&](int at) -> i32 {")
-        self.put(
-            "  return static_cast<i32>(t.bag0) + (!me.idle && at + me.first < t.bags ? at + me.first : 0);"
-        )
-        self.put("};")
-        self.put("Range span = range_of(bag_at(0)), ahead = range_of(bag_at(me.step));")
-        self.put("Read soon[kOwn] = {};")
-        self.put("if (total > 0) {")
-        self.depth += 1
-        self.unrolled("i", "kOwn", f"soon[i] = read(bag_at(0), span.begin + {rank});")
-        self.depth -= 1
-        self.put("}")
-        keep, self.lines = self.lines, []
-        self.put("const Range then = range_of(bag_at(at + 2 * me.step));")
-        self.put("Read next[kOwn] = {};")
-        self.put("if (total > 0) {")
-        self.depth += 1
-        self.unrolled("i", "kOwn", f"next[i] = read(bag_at(at + me.step), ahead.begin + {rank});")
-        self.depth -= 1
-        self.put("}")
-        self.pass_head, self.lines = self.lines, []
-        self.put("span = ahead;")
-        self.put("ahead = then;")
-        self.unrolled("i", "kOwn", "soon[i] = next[i];")
-        self.pass_tail, self.lines = self.lines, keep
+            self.put(f"const Range span = {at};")
 
     def reader(self, region: Instr, loads: Sequence[Instr]) -> None:
-        """What is read of a position before anything is computed, as a function of bag and position."""
+        """What is read of a position before anything is computed, as a function of the position."""
         self.put(
             f"struct Read {{ {' '.join(f'{self.type_of(b.args[0])} r{b.args[0]};' for b in loads)} }};"
         )
-        self.put("const auto read = [&](i32 bag, i32 at_q) -> Read {")
+        self.put("const auto read = [&](i32 at_q) -> Read {")
         self.depth += 1
         self.place(region, True, "at_q")
         self.put("Read found;")

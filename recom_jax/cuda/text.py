@@ -27,13 +27,11 @@ class Schedule:
 
     Attributes:
       flight: rows that a lane of a bag has on their way at once.
-      ahead: whether the next bag's ids are asked for before this bag's rows are there.
       blocks: of a multiprocessor at once, that registers must suffice for (0: the compiler's choice).
     """
 
     flight: int = 4
     blocks: int = 4
-    ahead: bool = True
 
 
 class Text:
@@ -50,9 +48,6 @@ class Text:
         self.position = ""  # "q" inside a region
         self.jagged = False
         self.inner = 0  # axes of the region's positions
-        self.prologue: list[str] = []  # before the first pass, and around each
-        self.pass_head: list[str] = []
-        self.pass_tail: list[str] = []
         self.narrow = self.narrow_indexes()
         written = [w for i in walk(cls.code) if (w := writes(i)) is not None]
         if len(set(written)) != len(written):
