@@ -121,7 +121,7 @@ class Body(Regions):
         u = self.u
         lines = [
             "  for (int at = 0; at < t.bags; at += me.step) {",
-            "    const bool on = !me.idle && at + me.first < t.bags;",
+            "    const bool on = at + me.first < t.bags;",
             "    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);",
         ]
         outer = self.cls.outer
@@ -155,8 +155,12 @@ class Body(Regions):
     def store(self, i: Instr) -> None:
         src, buffer, offset, _, *strides = i.args
         outer, step = strides[:-1], strides[-1]
+        self.late = self.u.form != PLAIN
         data = self.buffer(buffer)
+        if self.late:
+            data = f"target<{TYPES[self.u.dtypes[buffer]]}>(p, me.late({1 + buffer}))"
         at = self.dot(offset, outer, self.bag_axes)
+        self.late = False
         if not self.is_row(src):
             self.put(f"if (has && me.lane == 0 && me.slice == 0) store({data} + {at}, r{src});")
         elif self.u.constants.get(step) == 1 or self.u.width == 1:

@@ -68,8 +68,8 @@ class Regions(Text):
         self.depth += 1
         self.put("Position now[kOwn];")
         self.put("Read raw[kOwn];")
-        self.unrolled("i", "kOwn", "raw[i] = read(q0 + i * team.size + team.rank);")
-        self.unrolled("i", "kOwn", "now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);")
+        self.unrolled("i", "kOwn", "raw[i] = read(q0 + i * team.size + team.rank());")
+        self.unrolled("i", "kOwn", "now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);")
         for b in counts:
             self.unrolled(
                 "i",
@@ -103,7 +103,7 @@ class Regions(Text):
         dst, kind = (b.args[2], b.args[1]) if pool else (b.args[1], b.args[0])
         init = self.imm(self.cls.regs[dst].dtype, b.args[9 if pool else 3])
         row = self.is_row(dst)
-        start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'team.rank'})"
+        start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'team.rank()'})"
         start = f"spread<kVec>({start})" if row else start
         self.put(f"{self.type_of(dst)} r{dst} = {start};")
 

@@ -46,6 +46,7 @@ class Text:
         self.used: set[int] = set()  # slots read from the column's words
         self.in_flight: set[int] = set()  # registers that hold a value for each position in flight
         self.position = ""  # "q" inside a region
+        self.late = False  # words are read again where they are used, to hold no register meanwhile
         self.jagged = False
         self.inner = 0  # axes of the region's positions
         self.narrow = self.narrow_indexes()
@@ -67,6 +68,8 @@ class Text:
                 if -(2**31) < value < 2**31
                 else f"static_cast<i64>({value & (2**64 - 1)}ull)"
             )
+        if self.late:
+            return f"me.late({1 + s})"
         self.used.add(s)
         return f"s{s}"
 
@@ -106,7 +109,8 @@ class Text:
 
     def buffer(self, s: int) -> str:
         """A typed pointer to the array in a buffer slot."""
-        self.used.add(s)
+        if not self.late:
+            self.used.add(s)
         return f"b{s}"
 
     def dot(self, offset: int, strides: Sequence[int], axes: Sequence[str]) -> str:

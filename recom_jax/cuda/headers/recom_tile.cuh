@@ -14,20 +14,28 @@ namespace recom_cuda {
 struct Worker {
   const i64* words;  // the column's
   int lane, slice, first, step;
-  bool idle;
 
   RECOM_FN Worker(const Params& p, const Tile& t, int lanes, int stride) {
     const int per_bag = lanes * t.slices, per_row = per_bag * t.columns;
     step = kThreads / per_row;
     const int at = static_cast<int>(threadIdx.x);
-    idle = at >= step * per_row;
-    first = idle ? 0 : at / per_row;
+    first = at < step * per_row ? at / per_row : 1 << 30;  // no tile has so many bags
     const int in_row = at % per_row;
     words = p.words + t.words + static_cast<i64>(in_row / per_bag) * stride;
     slice = in_row % per_bag / lanes;
     lane = in_row % lanes;
   }
   RECOM_FN i64 word(int k) const { return __ldg(words + k); }
+  // The same, read at this very place: the compiler would read it early, and keep it.
+  RECOM_FN i64 late(int k) const {
+#ifdef __CUDA_ARCH__
+    i64 x;
+    asm volatile("ld.global.nc.b64 %0, [%1];" : "=l"(x) : "l"(words + k));
+    return x;
+#else
+    return words[k];
+#endif
+  }
 };
 
 // How many positions each thread of a team computes the numbers of, so that all slices have a flight of rows.
@@ -36,12 +44,12 @@ RECOM_FN constexpr int own_numbers(int share, int flight) { return flight > shar
 // The threads that share a bag's numbers: kShare lanes of each slice (1: no lane knows its neighbours').
 template <int kShare>
 struct Team {
-  int size, rank, slices, slice;
+  int size, slices, slice;
 
-  RECOM_FN Team(const Worker& me, int slices) : slices(slices), slice(me.slice) {
-    size = kShare * slices;
-    rank = kShare == 1 ? me.slice : me.slice * kShare + me.lane;
-  }
+  RECOM_FN Team(const Worker& me, int slices)
+      : size(kShare * slices), slices(slices), slice(me.slice) {}
+  // A team is a power of two of neighbours, so this needs no register.
+  RECOM_FN int rank() const { return kShare == 1 ? slice : static_cast<int>(threadIdx.x) & (size - 1); }
   // What the thread knows that computed the numbers of this slice's n-th position. The whole team calls it.
   template <class T>
   RECOM_FN T share(T x, int n) const {
