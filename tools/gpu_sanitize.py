@@ -1,0 +1,67 @@
+"""Small models of every kind of column through the CUDA target, for compute-sanitizer:
+
+compute-sanitizer --tool memcheck python tools/gpu_sanitize.py
+"""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import recom_jax
+
+
+def model(tables: dict[str, jax.Array], b: dict[str, jax.Array]) -> list[jax.Array]:
+    age = jnp.take(tables["a"], jnp.digitize(b["age"], np.array([1.0, 2, 4, 8])), axis=0)
+    ids = b["bag"]
+    rows = jnp.where((ids >= 0)[..., None], tables["b"][jnp.maximum(ids, 0)], 0)
+    mean = rows.sum(1) / jnp.maximum((ids >= 0).sum(1, keepdims=True), 1)
+    seg = jnp.searchsorted(b["splits"], jnp.arange(b["values"].shape[0]), side="right") - 1
+    n = b["splits"].shape[0] - 1
+    jagged = jax.ops.segment_sum(tables["c"][b["values"]], seg, num_segments=n)
+    odd = jax.ops.segment_max(tables["a"][b["values"] % 5], b["seg"], num_segments=n)
+    half = tables["h"][b["bag"][:, 0] % 7].astype(jnp.float32)
+    return [jnp.concatenate([age, mean, jagged, half], axis=1), odd]
+
+
+def main() -> int:
+    rng = np.random.default_rng(0)
+    tables = {
+        "a": rng.normal(size=(5, 3)).astype(np.float32),
+        "b": rng.normal(size=(100, 8)).astype(np.float32),
+        "c": rng.normal(size=(50, 160)).astype(np.float32),
+        "h": rng.normal(size=(7, 16)).astype(jnp.bfloat16),
+    }
+    n, total = 37, 200
+    splits = np.sort(rng.integers(0, total, n + 1)).astype(np.int32)
+    batch = {
+        "age": rng.uniform(0, 10, n).astype(np.float32),
+        "bag": rng.integers(-1, 100, (n, 9)).astype(np.int32),
+        "values": rng.integers(-2, 55, total).astype(np.int32),
+        "splits": splits,
+        "seg": rng.integers(-1, n + 2, total).astype(np.int32),
+    }
+    ours, plain = recom_jax.optimize(model), jax.jit(model)
+    got, want = ours(tables, batch), plain(tables, batch)
+    backwards = batch | {"splits": splits[::-1].copy()}
+    again, wanted = ours(tables, backwards), plain(tables, backwards)
+    bound = ours.bind(tables)(batch)
+    worst = max(
+        float(
+            np.nanmax(
+                np.abs(np.asarray(a) - np.asarray(b)), initial=0, where=np.isfinite(np.asarray(b))
+            )
+        )
+        for a, b in zip([*got, *again, *bound], [*want, *wanted, *want], strict=True)
+    )
+    launches = recom_jax._recom.program_stats().get("cuda_kernel_launches")
+    print("largest difference", worst, "kernel launches", launches)
+    return int(worst > 1e-3 or not launches)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
