@@ -288,7 +288,9 @@ class Regions(Text):
                 f"const auto range_of = [&](i64 bag) {{ return range_in(seg_{seg}, total, bag); }};"
             )
         elif splits[0] in BAGS:
-            self.put(f"const auto range_of = [&](i64 bag) {{ return bags_{seg}.range(total, bag); }};")
+            self.put(
+                f"const auto range_of = [&](i64 bag) {{ return bags_{seg}.range(total, bag); }};"
+            )
         else:
             n = self.slot(splits[3])
             self.put(
