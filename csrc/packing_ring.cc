@@ -170,7 +170,8 @@ int64_t Packer::Matches(const py::object& leaves) const {
                                nullptr);
 }
 
-int64_t Packer::PackInto(const std::shared_ptr<Lease>& lease, const py::object& sequence) const {
+int64_t Packer::PackInto(const std::shared_ptr<Lease>& lease, const py::object& sequence,
+                         int threads) const {
   if (lease->ring->layout != layout && !(*lease->ring->layout == *layout))
     throw py::value_error("pack_into: the slot has another layout");
   Leaves leaves(sequence, layout->entries.size(), "pack_into");
@@ -181,14 +182,14 @@ int64_t Packer::PackInto(const std::shared_ptr<Lease>& lease, const py::object& 
   } done{*lease};
   Plan plan(*layout, lease->data(), lease->data() + layout->total_bytes);
   const int64_t bad = Checker(narrow).Check(*layout, leaves.items(), &plan);
-  if (bad < 0) leaves.RunPlan(plan, /*max_threads=*/2);
+  if (bad < 0) leaves.RunPlan(plan, threads);
   return bad;
 }
 
-py::object Packer::Pack(Ring& ring, const py::object& sequence) const {
+py::object Packer::Pack(Ring& ring, const py::object& sequence, int threads) const {
   const auto lease = TryAcquire(ring);
   if (!lease) return py::none();
-  const int64_t bad = PackInto(lease, sequence);
+  const int64_t bad = PackInto(lease, sequence, threads);
   if (bad < 0) return py::make_tuple(lease, TakeArray(*lease));
   Release(*lease);
   return py::int_(bad);

@@ -203,8 +203,13 @@ class Server(InTrace):
         if not plan.packed:
             return None
         chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
-        flights = plan.target.flights if plan.target is not None else None
-        staged = self._core.staging.try_pack(plan.layout, chosen, flights=flights)
+        staging, target = self._core.staging, plan.target
+        if target is None:
+            staged = staging.try_pack(plan.layout, chosen)
+        else:
+            staged = staging.try_pack(
+                plan.layout, chosen, flights=target.flights, threads=target.threads
+            )
         if not isinstance(staged, int):
             pipeline.count("bytes_packed", plan.layout.total_bytes)
         return staged
