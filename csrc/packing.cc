@@ -152,8 +152,9 @@ void bind_packing(py::module_& module) {
       .def("matches", &Packer::Matches, py::arg("leaves"),
            "-1, or the index of the first leaf that doesn't fit.")
       .def("pack_into", &Packer::PackInto, py::arg("slot").none(false), py::arg("leaves"),
-           "Like matches, and copies the leaves if all fit.")
+           py::arg("threads") = 2, "Like matches, and copies the leaves if all fit.")
       .def("pack", &Packer::Pack, py::arg("ring").none(false), py::arg("leaves"),
+           py::arg("threads") = 2,
            "(Slot, its array) packed and consumed; the index of the first leaf that doesn't fit; "
            "or None while no slot is free.");
 

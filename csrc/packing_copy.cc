@@ -1,20 +1,19 @@
 #include "packing_copy.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <string>
-#include <system_error>
-#include <thread>
 #include <type_traits>
+
+#include "packing_pool.h"
 
 namespace recom::packing {
 
 namespace {
 
 constexpr int64_t kReleaseBytes = 32 << 10;  // shorter ones keep the GIL: taking it back costs more
-constexpr int64_t kThreadBytes = int64_t{4} << 20;  // longer ones get a second thread
-constexpr int64_t kChunkBytes = int64_t{1} << 20;   // what a thread takes at a time
+constexpr int64_t kThreadBytes = int64_t{1} << 20;   // per thread: less is not worth waking one
+constexpr int64_t kChunkBytes = int64_t{256} << 10;  // what a thread takes at a time
 
 template <typename From, typename To>
 void CopyRow(const char* src, int64_t stride, char* dst, int64_t n) {
@@ -61,7 +60,7 @@ void Run(const StridedCopy& copy) {
   if (copy.rank == 0) return row(copy.src, copy.src_size, copy.dst, 1);
   const int inner = copy.rank - 1;
   const int64_t n = copy.dims[inner];
-  const int64_t rows = n == 0 ? 0 : copy.Count() / n;
+  const int64_t rows = n == 0 ? 0 : copy.nbytes() / copy.dst_size / n;
   int64_t at[kPackMaxRank] = {};
   const char* src = copy.src;
   for (int64_t r = 0; r < rows; ++r) {
@@ -97,8 +96,8 @@ void Plan::Add(const py::detail::PyArray_Proxy* array, const Entry& entry, int l
 }
 
 void Plan::Execute(int max_threads) const {
-  const int threads = static_cast<int>(std::min<int64_t>(max_threads, bytes_ / (kThreadBytes / 2)));
-  if (threads <= 1 || bytes_ < kThreadBytes) {
+  const int threads = static_cast<int>(std::min<int64_t>(max_threads, bytes_ / kThreadBytes));
+  if (threads <= 1) {
     for (const FlatCopy& copy : flat_) Run(copy);
     for (const StridedCopy& copy : strided_) Run(copy);
     return;
@@ -109,20 +108,19 @@ void Plan::Execute(int max_threads) const {
     for (int64_t at = 0; at < copy.nbytes; at += kChunkBytes)
       flat.push_back({copy.src + at, copy.dst + at, std::min(kChunkBytes, copy.nbytes - at)});
   for (const StridedCopy& copy : strided_) Split(copy, &strided);
-  std::atomic<size_t> next{0};
-  auto drain = [&] {
-    const size_t total = flat.size() + strided.size();
-    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < total;)
-      i < flat.size() ? Run(flat[i]) : Run(strided[i - flat.size()]);
-  };
-  std::vector<std::thread> helpers;
-  helpers.reserve(threads - 1);
-  try {
-    for (int i = 1; i < threads; ++i) helpers.emplace_back(drain);
-  } catch (const std::system_error&) {  // no thread to be had: this one does it all
+  // What a thread takes at a time: neighbours, as most leaves are small.
+  std::vector<size_t> ends;
+  int64_t taken = 0;
+  for (size_t i = 0; i < flat.size() + strided.size(); ++i) {
+    taken += i < flat.size() ? flat[i].nbytes : strided[i - flat.size()].nbytes();
+    if (taken < kChunkBytes && i + 1 < flat.size() + strided.size()) continue;
+    ends.push_back(i + 1);
+    taken = 0;
   }
-  drain();
-  for (std::thread& helper : helpers) helper.join();
+  parallel_for(Helpers(threads), static_cast<int64_t>(ends.size()), [&](int64_t at) {
+    for (size_t i = at == 0 ? 0 : ends[at - 1]; i < ends[at]; ++i)
+      i < flat.size() ? Run(flat[i]) : Run(strided[i - flat.size()]);
+  });
 }
 
 StridedCopy Plan::Strided(const py::detail::PyArray_Proxy* array, const Entry& entry,
@@ -151,7 +149,7 @@ StridedCopy Plan::Strided(const py::detail::PyArray_Proxy* array, const Entry& e
 }
 
 void Plan::Split(const StridedCopy& copy, std::vector<StridedCopy>* out) {
-  const int64_t nbytes = copy.Count() * copy.dst_size;
+  const int64_t nbytes = copy.nbytes();
   if (copy.rank == 0 || nbytes <= kChunkBytes) return out->push_back(copy);
   const int64_t row_bytes = nbytes / copy.dims[0];
   const int64_t step = std::max<int64_t>(1, kChunkBytes / row_bytes);

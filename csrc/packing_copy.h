@@ -27,8 +27,8 @@ struct StridedCopy {
   int64_t dims[kPackMaxRank];
   int64_t strides[kPackMaxRank];  // of src, in bytes; dst is row-major
 
-  int64_t Count() const {
-    int64_t n = 1;
+  int64_t nbytes() const {  // of dst
+    int64_t n = dst_size;
     for (int i = 0; i < rank; ++i) n *= dims[i];
     return n;
   }

@@ -1,5 +1,6 @@
 #include "packing_ring.h"
 
+#include <algorithm>
 #include <cstring>
 #include <iterator>
 
@@ -131,10 +132,20 @@ py::array ViewOf(const std::shared_ptr<Lease>& lease, int64_t i) {
   lease->Enter(Lease::kLeased, "view()");
   const size_t place = lease->views.size();
   lease->views.push_back(nullptr);
-  const py::capsule owner = Own(std::make_unique<ViewHold>(lease, place));
-  std::vector<py::ssize_t> shape(entry.dims, entry.dims + entry.rank);
-  py::array view(py::dtype(TypeNumOf(entry.dtype)), std::move(shape), std::vector<py::ssize_t>{},
-                 lease->data() + entry.offset, owner);
+  py::capsule owner = Own(std::make_unique<ViewHold>(lease, place));
+  // Through numpy's own function, as a lease has a thousand of them; it takes over `descr`, and
+  // SetBaseObject the owner.
+  const auto& api = npy_api::get();
+  Py_intptr_t dims[kPackMaxRank];
+  std::copy_n(entry.dims, entry.rank, dims);
+  py::object descr =
+      py::reinterpret_steal<py::object>(api.PyArray_DescrFromType_(TypeNumOf(entry.dtype)));
+  auto view = py::reinterpret_steal<py::array>(api.PyArray_NewFromDescr_(
+      api.PyArray_Type_, descr.release().ptr(), entry.rank, dims, nullptr,
+      lease->data() + entry.offset, npy_api::NPY_ARRAY_ALIGNED_ | npy_api::NPY_ARRAY_WRITEABLE_,
+      nullptr));
+  if (!view || api.PyArray_SetBaseObject_(view.ptr(), owner.release().ptr()) != 0)
+    throw py::error_already_set();
   lease->views[place] = view.ptr();
   return view;
 }
@@ -142,6 +153,7 @@ py::array ViewOf(const std::shared_ptr<Lease>& lease, int64_t i) {
 py::list ViewsOf(const std::shared_ptr<Lease>& lease) {
   const int64_t n = static_cast<int64_t>(lease->ring->layout->entries.size());
   py::list out(n);
+  lease->views.reserve(n);
   for (int64_t i = 0; i < n; ++i) out[i] = ViewOf(lease, i);
   return out;
 }
@@ -170,7 +182,8 @@ int64_t Packer::Matches(const py::object& leaves) const {
                                nullptr);
 }
 
-int64_t Packer::PackInto(const std::shared_ptr<Lease>& lease, const py::object& sequence) const {
+int64_t Packer::PackInto(const std::shared_ptr<Lease>& lease, const py::object& sequence,
+                         int threads) const {
   if (lease->ring->layout != layout && !(*lease->ring->layout == *layout))
     throw py::value_error("pack_into: the slot has another layout");
   Leaves leaves(sequence, layout->entries.size(), "pack_into");
@@ -181,14 +194,14 @@ int64_t Packer::PackInto(const std::shared_ptr<Lease>& lease, const py::object& 
   } done{*lease};
   Plan plan(*layout, lease->data(), lease->data() + layout->total_bytes);
   const int64_t bad = Checker(narrow).Check(*layout, leaves.items(), &plan);
-  if (bad < 0) leaves.RunPlan(plan, /*max_threads=*/2);
+  if (bad < 0) leaves.RunPlan(plan, threads);
   return bad;
 }
 
-py::object Packer::Pack(Ring& ring, const py::object& sequence) const {
+py::object Packer::Pack(Ring& ring, const py::object& sequence, int threads) const {
   const auto lease = TryAcquire(ring);
   if (!lease) return py::none();
-  const int64_t bad = PackInto(lease, sequence);
+  const int64_t bad = PackInto(lease, sequence, threads);
   if (bad < 0) return py::make_tuple(lease, TakeArray(*lease));
   Release(*lease);
   return py::int_(bad);

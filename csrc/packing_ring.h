@@ -188,11 +188,12 @@ struct Packer {
 
   int64_t Matches(const py::object& leaves) const;
 
-  int64_t PackInto(const std::shared_ptr<Lease>& lease, const py::object& sequence) const;
+  int64_t PackInto(const std::shared_ptr<Lease>& lease, const py::object& sequence,
+                   int threads) const;
 
   // Packs into a slot that is free right now and consumes it: (the slot, its bytes). Or the index
   // of the first leaf that doesn't fit, or None if no slot is free.
-  py::object Pack(Ring& ring, const py::object& sequence) const;
+  py::object Pack(Ring& ring, const py::object& sequence, int threads) const;
 };
 
 }  // namespace recom::packing

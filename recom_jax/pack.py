@@ -241,11 +241,13 @@ class Staging:
         leaves: Sequence[object],
         timeout_s: float | None = None,
         flights: Flights | None = None,
+        threads: int = 2,
     ) -> tuple[Slot, np.ndarray[Any, Any]] | int:
         """Gathers `leaves` into a slot and consumes it.
 
         Args:
           flights: calls that hold slots until they are swept (on a GPU).
+          threads: how many may copy large batches.
 
         Returns:
           The slot and its bytes, which hold it; or, if a leaf doesn't fit its entry, the index of the first
@@ -257,14 +259,14 @@ class Staging:
         packer = packers[cast(Any, jax.config).jax_enable_x64]
         if not isinstance(leaves, list | tuple):
             leaves = list(leaves)
-        found = packer.pack(ring, leaves)
+        found = packer.pack(ring, leaves, threads)
         if found is not None:
             return cast("tuple[Slot, np.ndarray[Any, Any]] | int", found)
         bad: int = packer.matches(leaves)  # so that bad leaves don't wait for a slot first
         if bad >= 0:
             return bad
         slot = self.acquire(layout, timeout_s, flights)
-        bad = packer.pack_into(slot, leaves)
+        bad = packer.pack_into(slot, leaves, threads)
         if bad >= 0:
             slot.release()
             return bad

@@ -175,7 +175,7 @@ class Server(InTrace):
             slot = _recom.lease_among(found)
             if slot is not None:
                 return self._serve_lease(slot, found, flat.tree, ())
-            for plan in flat.plans.get((getattr(batch[flat.first], "shape", None), context()), ()):
+            for plan in flat.candidates(found):
                 out = self._try(plan, found)
                 if out is not _MISS:
                     return out
@@ -203,8 +203,13 @@ class Server(InTrace):
         if not plan.packed:
             return None
         chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
-        flights = plan.target.flights if plan.target is not None else None
-        staged = self._core.staging.try_pack(plan.layout, chosen, flights=flights)
+        staging, target = self._core.staging, plan.target
+        if target is None:
+            staged = staging.try_pack(plan.layout, chosen)
+        else:
+            staged = staging.try_pack(
+                plan.layout, chosen, flights=target.flights, threads=target.threads
+            )
         if not isinstance(staged, int):
             pipeline.count("bytes_packed", plan.layout.total_bytes)
         return staged
@@ -318,6 +323,10 @@ class Server(InTrace):
         Raises:
           LeaseError: no slot came free in ``Options.lease_timeout_s``.
         """
+        if len(example) == 1 and not kwargs and type(example[0]) is dict:
+            found = self._flat_views(example[0])
+            if found is not None:
+                return found
         dynamic, named, static = self._core.split_static(example, kwargs)
         leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
         plan = self._known(leaves, tree, static)
@@ -338,6 +347,15 @@ class Server(InTrace):
         if named:
             return named if not args else (args, named)
         return args[0] if len(args) == 1 else args
+
+    def _flat_views(self, example: dict[Any, Any]) -> dict[Any, Any] | None:
+        flat = self._core.flat.get(len(example))
+        leaves = flat.read(example) if flat is not None else None
+        if flat is not None and type(leaves) is tuple:
+            for plan in flat.candidates(leaves):
+                if plan.packer.matches(leaves) < 0:
+                    return dict(zip(flat.keys, self._acquire(plan).views(), strict=True))
+        return None
 
     def _acquire(self, plan: Plan) -> pack.Slot:
         flights = plan.target.flights if plan.target is not None else None

@@ -83,16 +83,20 @@ class FlatBatch:
     """Batches that are one dict of arrays, as most are: their leaves without flattening.
 
     Attributes:
+      keys: in the order of the leaves.
       read: the leaves of such a dict; the Slot if it is a lease's own views; None if it has other keys.
       plans: by (the first leaf's shape, context).
       leased: by (layout, context).
     """
 
     tree: Any
-    first: Any
+    keys: tuple[Any, ...]
     read: Callable[[Any], Any]
     plans: dict[Any, tuple[Plan, ...]] = dataclasses.field(default_factory=dict)
     leased: dict[Any, Plan] = dataclasses.field(default_factory=dict)
+
+    def candidates(self, leaves: Sequence[Any]) -> tuple[Plan, ...]:
+        return self.plans.get((getattr(leaves[0], "shape", None), context()), ())
 
     def add(self, plan: Plan, shape: Any) -> None:
         key = shape, context()
@@ -181,7 +185,7 @@ class Core:
             return
         found = self.flat.get(len(keys))
         if found is None or found.tree != plan.tree:
-            found = FlatBatch(plan.tree, keys[0], _recom.DictReader(tuple(keys)).read)
+            found = FlatBatch(plan.tree, tuple(keys), _recom.DictReader(tuple(keys)).read)
         found.add(plan, shape)
         self.flat[len(keys)] = found
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from recom_jax import ffi
 from recom_jax.lowering import warn_once
 
 _TOKEN_BYTES = 16
+_MOST_THREADS = 8
 _emulated = False  # tests: stage on the CPU as on a GPU
 
 
@@ -90,11 +92,13 @@ class Target:
     Attributes:
       committed: whether results are committed to the device, as they are where bound arrays are.
       ordinal: CUDA's number of the device; -1: emulated.
+      threads: how many may pack a batch. The CPU has little else to do, and the device waits for it.
     """
 
     def __init__(self, device: Any, committed: bool, flights: Flights) -> None:
         self.device, self.committed, self.flights = device, committed, flights
         self.ordinal = -1 if device.platform == "cpu" else int(device.local_hardware_id)
+        self.threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
     def token(self, slot: Any) -> Any:
         """The array that stands for a slot of any ring."""
