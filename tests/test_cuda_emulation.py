@@ -43,7 +43,7 @@ WAYS = (
     Options(tiles=2, order=2),
 )
 BATCH = 37  # no other axis of a group has this many elements
-BATCHES = (BATCH, 1, 300)
+BATCHES = (BATCH, 135)
 
 
 def check(fn: Any, args: Any, bounds: Any, ways: Sequence[Options] = WAYS) -> None:
@@ -86,7 +86,7 @@ def test_nothing_at_all(name: str) -> None:
         for sizes in (
             {BATCH: 0, BATCH * 4: 0},
             {BATCH: 1, 1: 0},
-            {BATCH: 2, 4: 0, 9: 0, 40: 0, 300: 0},
+            {BATCH: 2, 4: 0, 9: 0, 40: 0, 290: 0},
         ):
             try:
                 want = interpret(program, cut(operands, sizes), cut(results, sizes))

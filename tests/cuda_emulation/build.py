@@ -29,7 +29,7 @@ COMMON = ("-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contra
 # off: what a fiber's stack holds is not the call's. Uninitialized arrays hold garbage.
 KERNEL = (
     *(
-        "-O1",
+        "-Og",
         "-g1",
         "-w",
         "-fsanitize=kernel-address,undefined,float-cast-overflow",

@@ -5,6 +5,7 @@
 #include <link.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "runtime.h"
@@ -14,24 +15,24 @@ namespace {
 
 std::vector<Buffer> known;  // ascending, disjoint
 const Buffer* last = nullptr;
-uintptr_t stacks_base = 0;
-size_t stacks_bytes = 0;
+uintptr_t stacks_base = 0, fibers_base = 0;
+size_t stacks_bytes = 0, fibers_bytes = 0;
+std::vector<std::pair<uintptr_t, uintptr_t>> segments;  // of loaded objects
 
-struct Query {
-  uintptr_t address;
-  size_t bytes;
-  bool inside;
-};
-
-int in_segment(dl_phdr_info* info, size_t, void* data) {
-  auto* q = static_cast<Query*>(data);
+int add_segments(dl_phdr_info* info, size_t, void*) {
   for (int k = 0; k < info->dlpi_phnum; ++k) {
     const auto& h = info->dlpi_phdr[k];
-    if (h.p_type != PT_LOAD) continue;
     const uintptr_t base = info->dlpi_addr + h.p_vaddr;
-    if (q->address >= base && q->address + q->bytes <= base + h.p_memsz) q->inside = true;
+    if (h.p_type == PT_LOAD) segments.emplace_back(base, base + h.p_memsz);
   }
-  return q->inside;
+  return 0;
+}
+
+bool in_segment(uintptr_t address, size_t bytes) {
+  for (const auto& [begin, end] : segments) {
+    if (address >= begin && address + bytes <= end) return true;
+  }
+  return false;
 }
 
 const Buffer* find(uintptr_t address, size_t bytes) {
@@ -60,11 +61,12 @@ inline void check(uintptr_t address, size_t bytes, bool write, const void* where
   const Buffer* b = last;
   if (b == nullptr || address < b->base || address - b->base > b->bytes ||
       b->bytes - (address - b->base) < bytes) {
+    // threadIdx and its like
+    if (address == reinterpret_cast<uintptr_t>(&emu_self)) return;
+    if (address - fibers_base < fibers_bytes) return;
     b = find(address, bytes);
     if (b == nullptr) {
-      Query q{address, bytes, false};
-      dl_iterate_phdr(in_segment, &q);
-      if (!q.inside) outside(address, bytes, write, where);
+      if (!in_segment(address, bytes)) outside(address, bytes, write, where);
       return;
     }
     last = b;
@@ -104,11 +106,15 @@ void set_buffers(const Buffer* buffers, int n) {
   std::sort(known.begin(), known.end(),
             [](const Buffer& a, const Buffer& b) { return a.base < b.base; });
   last = nullptr;
+  segments.clear();
+  dl_iterate_phdr(add_segments, nullptr);
 }
 
-void set_stacks(uintptr_t base, size_t bytes) {
-  stacks_base = base;
-  stacks_bytes = bytes;
+void set_threads(uintptr_t stacks, size_t n_stacks, uintptr_t fibers, size_t n_fibers) {
+  stacks_base = stacks;
+  stacks_bytes = n_stacks;
+  fibers_base = fibers;
+  fibers_bytes = n_fibers;
 }
 
 extern "C" {

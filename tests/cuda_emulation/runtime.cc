@@ -395,7 +395,8 @@ EMU_API const char* emu_run(void (*kernel)(const void*), const void* kernel_para
                             size_t shared_bytes, int order) {
   if (block < 1 || block > kMaxThreads) return "a block of too many threads";
   make_stacks();
-  set_stacks(reinterpret_cast<uintptr_t>(stacks), kStack * kMaxThreads);
+  set_threads(reinterpret_cast<uintptr_t>(stacks), kStack * kMaxThreads,
+              reinterpret_cast<uintptr_t>(fibers), sizeof(fibers));
   set_buffers(buffers, n_buffers);
   entry = kernel;
   params = kernel_params;

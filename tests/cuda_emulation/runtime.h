@@ -23,7 +23,8 @@ struct Buffer {
 
 // memory.cc
 void set_buffers(const Buffer* buffers, int n);
-void set_stacks(uintptr_t base, size_t bytes);
+// Where the fibers' stacks and the fibers themselves are, and how many bytes.
+void set_threads(uintptr_t stacks, size_t n_stacks, uintptr_t fibers, size_t n_fibers);
 
 // runtime.cc: ends the launch with a message. `where` is an address in the kernel's text, or null.
 [[noreturn]] void fail_at(const void* where, const char* format, ...)

@@ -1,0 +1,203 @@
+// Jagged bags whose segment ids come in any order.
+#include "recom_tile.cuh"
+
+namespace recom_cuda {
+
+// The same for segment ids in any order: each bag looks at every position.
+__device__ __noinline__ void class_0_any(const Params& p) {
+  constexpr int kVec = 1;
+  const Tile t = p.tiles[blockIdx.x];
+  const int kLanes = t.lanes;
+  constexpr int kShare = 1;
+  const Worker me(p, t, kLanes, 25);
+  const Team<kShare> team(me, t.slices);
+  const i64 s2 = me.word(3);
+  const i32* const b4 = source<i32>(p, me.word(5));
+  const i32* const b7 = source<i32>(p, me.word(8));
+  const f32* const b12 = source<f32>(p, me.word(13));
+  const auto seg_0 = [&](i32 q) -> i64 {
+    const i32 r0 = load_one(b4 + q);
+    return static_cast<i64>(r0);
+  };
+  for (int at = 0; at < t.bags; at += me.step) {
+    const bool on = at + me.first < t.bags;
+    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+    for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
+      const i32 mine = chunk + me.lane * kVec;
+      const bool has = on && mine < 8;
+      const i32 f = mine < 8 ? mine : 0;
+      Row<f32, kVec> r1 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
+      f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank());
+      {
+        const i32 total = static_cast<i32>(s2);
+        const Range span{0, total};
+        constexpr int kFlight = 1, kOwn = own_numbers(kShare, kFlight);
+        struct Read { i32 r2; };
+        const auto read = [&](i32 at_q) -> Read {
+          const i32 q = at_q < total ? at_q : total - 1;
+          Read found;
+          found.r2 = load_one(b7 + q);
+          return found;
+        };
+        const i32 end = span.end;
+        struct Position {
+          bool in; i32 r8; f32 r10;
+        };
+        const auto numbers = [&](i32 at_q, const Read& raw) -> Position {
+          Position now;
+          const bool in = at_q < end && seg_0(at_q) == bag;
+          const i32 r2 = raw.r2;
+          const i32 r3 = immediate<i32>(0);
+          const pred r4 = x_lt(r2, r3);
+          const i32 r5 = immediate<i32>(50);
+          const i32 r6 = x_add(r2, r5);
+          const i32 r7 = x_select(r4, r2, r6);
+          const i32 r8 = index_clip<i32>(r7, 50);
+          const f32 r10 = immediate<f32>(1065353216);
+          now.in = in;
+          now.r8 = in ? r8 : static_cast<i32>(kSkipped);
+          now.r10 = r10;
+          return now;
+        };
+        const auto* const mine1 = b12 + f;
+        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+          Position now[kOwn];
+          Read raw[kOwn];
+          #pragma unroll
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          #pragma unroll
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          #pragma unroll
+          for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r9, now[i].r10);
+          #pragma unroll 1
+          for (int g = 0; g < kOwn * kShare; g += kFlight) {
+            if (q0 + g * t.slices >= end) break;
+            i32 r8[kFlight];
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) r8[u] = team.share(now[u / kShare].r8, g + u);
+            Row<f32, kVec> x1[kFlight];
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) {
+              if (r8[u] >= 0) x1[u] = fetch<f32, kVec>(mine1, r8[u], 8);
+            }
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) {
+              if (r8[u] >= 0) r1 = combine<kSum>(r1, x1[u]);
+            }
+          }
+        }
+        join_slices<kSum>(r1, kLanes, t.slices);
+        join_slices<kSum>(r9, 1, team.size);
+      }
+      const f32 r11 = immediate<f32>(1065353216);
+      const f32 r12 = x_max(r9, r11);
+      const Row<f32, kVec> r13 = x_div(r1, r12);
+      if (has && me.slice == 0) store(target<f32>(p, me.late(24)) + i64{bag} * 8 + f, r13);
+    }
+  }
+}
+
+// Class 0: rows of 8, jagged bags.
+template <int kVec>
+__device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
+  constexpr int kLanes = lanes_for(kJagged, 8, kVec);
+  constexpr int kShare = kLanes;
+  const Worker me(p, t, kLanes, 25);
+  const Team<kShare> team(me, t.slices);
+  const i64 s2 = me.word(3);
+  const i32* const b4 = source<i32>(p, me.word(5));
+  const i32* const b7 = source<i32>(p, me.word(8));
+  const f32* const b12 = source<f32>(p, me.word(13));
+  const auto seg_0 = [&](i32 q) -> i64 {
+    const i32 r0 = load_one(b4 + q);
+    return static_cast<i64>(r0);
+  };
+  const bool ascends_0 = block_ascends(seg_0, s2);
+  if (!ascends_0) return class_0_any(p);
+  for (int at = 0; at < t.bags; at += me.step) {
+    const bool on = at + me.first < t.bags;
+    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+    for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
+      const i32 mine = chunk + me.lane * kVec;
+      const bool has = on && mine < 8;
+      const i32 f = mine < 8 ? mine : 0;
+      Row<f32, kVec> r1 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
+      f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank());
+      {
+        const i32 total = static_cast<i32>(s2);
+        const Range span = range_in(seg_0, total, bag);
+        constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
+        struct Read { i32 r2; };
+        const auto read = [&](i32 at_q) -> Read {
+          const i32 q = at_q < total ? at_q : total - 1;
+          Read found;
+          found.r2 = load_one(b7 + q);
+          return found;
+        };
+        const i32 end = span.end;
+        struct Position {
+          bool in; i32 r8; f32 r10;
+        };
+        const auto numbers = [&](i32 at_q, const Read& raw) -> Position {
+          Position now;
+          const bool in = at_q < end;
+          const i32 r2 = raw.r2;
+          const i32 r3 = immediate<i32>(0);
+          const pred r4 = x_lt(r2, r3);
+          const i32 r5 = immediate<i32>(50);
+          const i32 r6 = x_add(r2, r5);
+          const i32 r7 = x_select(r4, r2, r6);
+          const i32 r8 = index_clip<i32>(r7, 50);
+          const f32 r10 = immediate<f32>(1065353216);
+          now.in = in;
+          now.r8 = in ? r8 : static_cast<i32>(kSkipped);
+          now.r10 = r10;
+          return now;
+        };
+        const auto* const mine1 = b12 + f;
+        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+          Position now[kOwn];
+          Read raw[kOwn];
+          #pragma unroll
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          #pragma unroll
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          #pragma unroll
+          for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r9, now[i].r10);
+          #pragma unroll 1
+          for (int g = 0; g < kOwn * kShare; g += kFlight) {
+            if (q0 + g * t.slices >= end) break;
+            i32 r8[kFlight];
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) r8[u] = team.share(now[u / kShare].r8, g + u);
+            Row<f32, kVec> x1[kFlight];
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) {
+              if (r8[u] >= 0) x1[u] = fetch<f32, kVec>(mine1, r8[u], 8);
+            }
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) {
+              if (r8[u] >= 0) r1 = combine<kSum>(r1, x1[u]);
+            }
+          }
+        }
+        join_slices<kSum>(r1, kLanes, t.slices);
+        join_slices<kSum>(r9, 1, team.size);
+      }
+      const f32 r11 = immediate<f32>(1065353216);
+      const f32 r12 = x_max(r9, r11);
+      const Row<f32, kVec> r13 = x_div(r1, r12);
+      if (has && me.slice == 0) store(target<f32>(p, me.late(24)) + i64{bag} * 8 + f, r13);
+    }
+  }
+}
+
+}  // namespace recom_cuda
+
+extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 4)
+recom_fused(const __grid_constant__ recom_cuda::Params p) {
+  const recom_cuda::Tile t = p.tiles[blockIdx.x];
+  switch (t.cls) {
+    case 0: if (t.aligned) recom_cuda::class_0<4>(p, t); else recom_cuda::class_0<1>(p, t); break;
+  }
+}

@@ -1,0 +1,187 @@
+// Jagged bags given by where each begins.
+#include "recom_tile.cuh"
+
+namespace recom_cuda {
+
+// The same for segment ids in any order: each bag looks at every position.
+__device__ __noinline__ void class_0_any(const Params& p) {
+  constexpr int kVec = 1;
+  const Tile t = p.tiles[blockIdx.x];
+  const int kLanes = t.lanes;
+  constexpr int kShare = 1;
+  const Worker me(p, t, kLanes, 25);
+  const Team<kShare> team(me, t.slices);
+  const i64 s2 = me.word(3);
+  const i32* const b5 = source<i32>(p, me.word(6));
+  const i64 s7 = me.word(8);
+  const i32* const b10 = source<i32>(p, me.word(11));
+  const f32* const b15 = source<f32>(p, me.word(16));
+  const auto seg_3 = [&](i32 q) -> i64 {
+    const i32 r0 = static_cast<i32>(q);
+    const i32 r1 = search_scan<kRight>(r0, b5 + 0, s7);
+    const i32 r2 = immediate<i32>(1);
+    const i32 r3 = x_sub(r1, r2);
+    return static_cast<i64>(r3);
+  };
+  for (int at = 0; at < t.bags; at += me.step) {
+    const bool on = at + me.first < t.bags;
+    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+    for (i32 chunk = 0; chunk < 40; chunk += kLanes * kVec) {
+      const i32 mine = chunk + me.lane * kVec;
+      const bool has = on && mine < 40;
+      const i32 f = mine < 40 ? mine : 0;
+      Row<f32, kVec> r4 = spread<kVec>(start_of<kMax>(immediate<f32>(static_cast<i64>(4286578688ull)), me.slice));
+      {
+        const i32 total = static_cast<i32>(s2);
+        const Range span{0, total};
+        constexpr int kFlight = 1, kOwn = own_numbers(kShare, kFlight);
+        struct Read { i32 r5; };
+        const auto read = [&](i32 at_q) -> Read {
+          const i32 q = at_q < total ? at_q : total - 1;
+          Read found;
+          found.r5 = load_one(b10 + q);
+          return found;
+        };
+        const i32 end = span.end;
+        struct Position {
+          bool in; i32 r11;
+        };
+        const auto numbers = [&](i32 at_q, const Read& raw) -> Position {
+          Position now;
+          const bool in = at_q < end && seg_3(at_q) == bag;
+          const i32 r5 = raw.r5;
+          const i32 r6 = immediate<i32>(0);
+          const pred r7 = x_lt(r5, r6);
+          const i32 r8 = immediate<i32>(50);
+          const i32 r9 = x_add(r5, r8);
+          const i32 r10 = x_select(r7, r5, r9);
+          const i32 r11 = index_clip<i32>(r10, 50);
+          now.in = in;
+          now.r11 = in ? r11 : static_cast<i32>(kSkipped);
+          return now;
+        };
+        const auto* const mine4 = b15 + f;
+        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+          Position now[kOwn];
+          Read raw[kOwn];
+          #pragma unroll
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          #pragma unroll
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          #pragma unroll 1
+          for (int g = 0; g < kOwn * kShare; g += kFlight) {
+            if (q0 + g * t.slices >= end) break;
+            i32 r11[kFlight];
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) r11[u] = team.share(now[u / kShare].r11, g + u);
+            Row<f32, kVec> x4[kFlight];
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) {
+              if (r11[u] >= 0) x4[u] = fetch<f32, kVec>(mine4, r11[u], 40);
+            }
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) {
+              if (r11[u] >= 0) r4 = combine<kMax>(r4, x4[u]);
+            }
+          }
+        }
+        join_slices<kMax>(r4, kLanes, t.slices);
+      }
+      if (has && me.slice == 0) store(target<f32>(p, me.late(24)) + i64{bag} * 40 + f, r4);
+    }
+  }
+}
+
+// Class 0: rows of 40, jagged bags.
+template <int kVec>
+__device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
+  constexpr int kLanes = lanes_for(kJagged, 40, kVec);
+  constexpr int kShare = kLanes;
+  const Worker me(p, t, kLanes, 25);
+  const Team<kShare> team(me, t.slices);
+  const i64 s2 = me.word(3);
+  const i32* const b5 = source<i32>(p, me.word(6));
+  const i64 s7 = me.word(8);
+  const i32* const b10 = source<i32>(p, me.word(11));
+  const f32* const b15 = source<f32>(p, me.word(16));
+  const auto* const splits_3 = b5;
+  const bool ascends_3 = block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7);
+  if (!ascends_3) return class_0_any(p);
+  for (int at = 0; at < t.bags; at += me.step) {
+    const bool on = at + me.first < t.bags;
+    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+    for (i32 chunk = 0; chunk < 40; chunk += kLanes * kVec) {
+      const i32 mine = chunk + me.lane * kVec;
+      const bool has = on && mine < 40;
+      const i32 f = mine < 40 ? mine : 0;
+      Row<f32, kVec> r4 = spread<kVec>(start_of<kMax>(immediate<f32>(static_cast<i64>(4286578688ull)), me.slice));
+      {
+        const i32 total = static_cast<i32>(s2);
+        const Range span = split_range(splits_3, s7, total, bag);
+        constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
+        struct Read { i32 r5; };
+        const auto read = [&](i32 at_q) -> Read {
+          const i32 q = at_q < total ? at_q : total - 1;
+          Read found;
+          found.r5 = load_one(b10 + q);
+          return found;
+        };
+        const i32 end = span.end;
+        struct Position {
+          bool in; i32 r11;
+        };
+        const auto numbers = [&](i32 at_q, const Read& raw) -> Position {
+          Position now;
+          const bool in = at_q < end;
+          const i32 r5 = raw.r5;
+          const i32 r6 = immediate<i32>(0);
+          const pred r7 = x_lt(r5, r6);
+          const i32 r8 = immediate<i32>(50);
+          const i32 r9 = x_add(r5, r8);
+          const i32 r10 = x_select(r7, r5, r9);
+          const i32 r11 = index_clip<i32>(r10, 50);
+          now.in = in;
+          now.r11 = in ? r11 : static_cast<i32>(kSkipped);
+          return now;
+        };
+        const auto* const mine4 = b15 + f;
+        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+          Position now[kOwn];
+          Read raw[kOwn];
+          #pragma unroll
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          #pragma unroll
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          #pragma unroll 1
+          for (int g = 0; g < kOwn * kShare; g += kFlight) {
+            if (q0 + g * t.slices >= end) break;
+            i32 r11[kFlight];
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) r11[u] = team.share(now[u / kShare].r11, g + u);
+            Row<f32, kVec> x4[kFlight];
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) {
+              if (r11[u] >= 0) x4[u] = fetch<f32, kVec>(mine4, r11[u], 40);
+            }
+            #pragma unroll
+            for (int u = 0; u < kFlight; ++u) {
+              if (r11[u] >= 0) r4 = combine<kMax>(r4, x4[u]);
+            }
+          }
+        }
+        join_slices<kMax>(r4, kLanes, t.slices);
+      }
+      if (has && me.slice == 0) store(target<f32>(p, me.late(24)) + i64{bag} * 40 + f, r4);
+    }
+  }
+}
+
+}  // namespace recom_cuda
+
+extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 4)
+recom_fused(const __grid_constant__ recom_cuda::Params p) {
+  const recom_cuda::Tile t = p.tiles[blockIdx.x];
+  switch (t.cls) {
+    case 0: if (t.aligned) recom_cuda::class_0<4>(p, t); else recom_cuda::class_0<1>(p, t); break;
+  }
+}

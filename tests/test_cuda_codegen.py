@@ -1,0 +1,237 @@
+"""The text that the CUDA target generates, and what NVIDIA's compilers make of it: no GPU is needed.
+
+``python -m tests.test_cuda_codegen --regenerate`` writes tests/golden/cuda/ anew; read the difference before
+committing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from recom_jax.cuda import nvrtc
+from recom_jax.cuda.codegen import DEFAULT, Schedule, generate
+from recom_jax.errors import CudaError
+from tests.helpers import ids, table
+from tests.test_pipeline import compiled, small_inputs, small_model
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "cuda"
+FIGURES = GOLDEN / "figures.json"
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+B = 6  # rows of a batch; the text doesn't depend on it
+
+
+# ---- the programs ----------------------------------------------------------------------------------------------------
+
+
+def lookup() -> Any:
+    """One plain lookup: rows of 64 bytes."""
+    return (lambda t, i: t[i]), (table(50, 16), ids(B, 50))
+
+
+def columns() -> Any:
+    """Hashed ids, several widths, an offset that allows no vectors, and a bfloat16 table read as float32."""
+
+    def fn(a: Any, b: Any, c: Any, i: Any, u: Any) -> Any:
+        hashed = c[(u ^ (u >> 16)) * jnp.uint32(2246822519) % jnp.uint32(101)]
+        rows = [a[i % 50], b[i + 1], a[i], hashed.astype(jnp.float32)]
+        return jnp.concatenate(rows, axis=1)
+
+    c = table(101, 8, jnp.bfloat16)
+    return fn, (table(50, 16), table(20, 3), c, ids(B, 50), ids(B, 99, 1, np.uint32))
+
+
+def boundaries() -> Any:
+    """Bucketized floats: evenly spaced, irregular and unsorted boundaries."""
+
+    def fn(t: Any, x: Any, v: Any) -> Any:
+        uniform = t[jnp.digitize(x, np.arange(0, 60, 2, dtype=np.float32))]
+        irregular = t[jnp.digitize(x, np.float32([1, 2, 4, 8, 16, 30]))]
+        return [uniform, irregular, t[jnp.searchsorted(v, x, side="left")]]
+
+    x = jnp.linspace(-5, 70, B, dtype=jnp.float32)
+    return fn, (table(32, 4), x, jnp.linspace(0, 9, 30))
+
+
+def weighted() -> Any:
+    """A padded bag: weights, a mask, the sum over its square root."""
+
+    def fn(t: Any, i: Any, w: Any) -> Any:
+        mask = i >= 0
+        rows = t.at[i].get(mode="clip") * w[..., None]
+        total = jnp.where(mask[..., None], rows, 0).sum(1)
+        return total / jnp.sqrt(jnp.maximum(mask.sum(1), 1).astype(jnp.float32))[:, None]
+
+    return fn, (table(50, 32), ids((B, 5), 50, odd=True), jnp.ones((B, 5)))
+
+
+def largest() -> Any:
+    """Maximum and minimum of bags of 16-bit rows, stored as they are."""
+    rows = table(50, 24, jnp.float16)
+    return (lambda t, i: [t[i].max(1), t[i].min(1)]), (rows, ids((B, 5), 50))
+
+
+def jagged() -> Any:
+    """Jagged bags whose segment ids come in any order."""
+
+    def fn(t: Any, i: Any, s: Any, like: Any) -> Any:
+        total = jax.ops.segment_sum(t[i], s, like.shape[0])
+        count = jax.ops.segment_sum(jnp.ones(i.shape[0], jnp.float32), s, like.shape[0])
+        return total / jnp.maximum(count, 1.0)[:, None]
+
+    return fn, (table(50, 8), ids(40, 50), ids(40, B, 1), jnp.zeros(B))
+
+
+def splits() -> Any:
+    """Jagged bags given by where each begins."""
+
+    def fn(t: Any, i: Any, first: Any) -> Any:
+        s = jnp.searchsorted(first, jnp.arange(i.shape[0]), side="right") - 1
+        return jax.ops.segment_max(t[i], s, first.shape[0])
+
+    return fn, (table(50, 40), ids(40, 50), jnp.arange(B, dtype=jnp.int32) * 5)
+
+
+def one_hot() -> Any:
+    """Products with a one-hot matrix: NaN in rows that are not selected counts."""
+    return (lambda t, i: jax.nn.one_hot(i, 11) @ t), (table(11, 8), ids(B, 11))
+
+
+def masked() -> Any:
+    """The model whose stages tests.test_pipeline keeps."""
+    return small_model, small_inputs()
+
+
+PROGRAMS: dict[str, Callable[[], Any]] = {
+    f.__name__: f
+    for f in (lookup, columns, boundaries, weighted, largest, jagged, splits, one_hot, masked)
+}
+
+
+@functools.cache
+def source(name: str, schedule: Schedule = DEFAULT) -> str:
+    fn, args = PROGRAMS[name]()
+    ((_, scheduled, _),) = compiled(fn, *args).calls
+    return f"// {PROGRAMS[name].__doc__}\n{generate(scheduled.program, schedule).source}"
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_golden(name: str) -> None:
+    """The same on every JAX version: what differs between versions ends in front of detection."""
+    assert source(name) == (GOLDEN / f"{name}.cu").read_text(), (
+        f"{name} changed: python -m tests.test_cuda_codegen --regenerate, and read the difference"
+    )
+
+
+def test_no_file_is_left_over() -> None:
+    assert {f.stem for f in GOLDEN.glob("*.cu")} == set(PROGRAMS)
+
+
+def test_the_text_does_not_depend_on_the_batch() -> None:
+    texts = set()
+    for batch, length in ((4, 3), (37, 5), (8, 8)):
+        ((_, scheduled, _),) = compiled(small_model, *small_inputs(batch, length)).calls
+        generated = generate(scheduled.program)
+        texts.add((generated.source, generated.launch))
+    assert len(texts) == 1
+
+
+def test_columns_that_differ_in_numbers_alone_share_code() -> None:
+    """Twenty hashed columns: one function, whatever their table sizes."""
+
+    def fn(tables: Any, i: Any) -> Any:
+        rows = [t[i[:, k] % t.shape[0]] for k, t in enumerate(tables)]
+        return jnp.concatenate(rows, axis=1)
+
+    # No power of two among the sizes: those would be masks.
+    args = [table(33 + k, 8) for k in range(20)], ids((B, 20), 1000)
+    ((_, scheduled, _),) = compiled(fn, *args).calls
+    text = generate(scheduled.program).source
+    assert len(re.findall(r"^__device__ .*class_\d+\(", text, re.M)) == 1, text
+
+
+# ---- what the compilers say -----------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def no_compiler() -> str:
+    try:
+        nvrtc.version()
+    except CudaError as why:
+        return f"NVRTC is not here: {why}"
+    return ""
+
+
+def figures(name: str, arch: str, schedule: Schedule = DEFAULT) -> dict[str, int]:
+    """What the machine code of a program takes: registers a thread, and bytes of stack and spills."""
+    _, log, functions = nvrtc.sass(source(name, schedule), arch)
+    assert [f.function for f in functions] == ["recom_fused"], log
+    found = dataclasses.asdict(functions[0])
+    return {k: found[k] for k in ("registers", "stack", "spill_stores", "spill_loads", "shared")}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_machine_code(name: str, arch: str) -> None:
+    """As it was, with the compiler that the golden figures are from. Spills are then a choice of the schedule's."""
+    if no_compiler():
+        pytest.skip(no_compiler())
+    want = json.loads(FIGURES.read_text())
+    if want["nvrtc"] != list(nvrtc.version()):
+        pytest.skip(f"the golden figures are of NVRTC {want['nvrtc']}")
+    assert figures(name, arch) == want[name][arch], (
+        "python -m tests.test_cuda_codegen --regenerate, and read the difference"
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_spills_where_two_blocks_fit(name: str, arch: str) -> None:
+    """128 registers suffice for any code: what more blocks a multiprocessor spill, they spill for occupancy."""
+    if no_compiler():
+        pytest.skip(no_compiler())
+    got = figures(name, arch, dataclasses.replace(DEFAULT, blocks=2))
+    assert got["stack"] == got["spill_stores"] == got["spill_loads"] == 0, got
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ptx(name: str) -> None:
+    """What a call carries compiles without a warning, however many buffers a launch names."""
+    if no_compiler():
+        pytest.skip(no_compiler())
+    few, many = nvrtc.ptx(source(name), 32), nvrtc.ptx(source(name), 4064)
+    assert few.log == many.log == ""
+    assert ".entry recom_fused" in few.text and few.digest != many.digest
+    assert "fma.rn.f" not in few.text or name in ("boundaries", "masked")
+
+
+def regenerate() -> None:
+    GOLDEN.mkdir(exist_ok=True, parents=True)
+    for old in GOLDEN.glob("*.cu"):
+        old.unlink()
+    for name in PROGRAMS:
+        (GOLDEN / f"{name}.cu").write_text(source(name))
+    if no_compiler():
+        print(f"{FIGURES.name} stays as it was. {no_compiler()}")
+        return
+    found: dict[str, Any] = {"nvrtc": list(nvrtc.version())}
+    found |= {name: {arch: figures(name, arch) for arch in ARCHITECTURES} for name in PROGRAMS}
+    FIGURES.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__" and "--regenerate" in sys.argv:
+    regenerate()
