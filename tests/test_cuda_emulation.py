@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 # Tiles as the real plan cuts them, for small and large devices; for buffers that lie badly; then any others.
 WAYS = (
     Options(sms=1),
-    Options(sms=132, order=3),
+    Options(sms=132, order=3, slice_positions=1.0),
     Options(tiles="unaligned"),
     Options(tiles="simple", order=1),
     Options(tiles=1),

@@ -281,8 +281,8 @@ class Regions(Text):
     def finish(self, region: Instr, reductions: Sequence[Instr], counts: Sequence[Instr]) -> None:
         for b in reductions:
             dst, kind = (b.args[2], b.args[1]) if b.op == "POOL" else (b.args[1], b.args[0])
-            # Lanes hold features of their own, but parts of a number.
-            lanes = "1, team.size" if b in counts else "kLanes, t.slices"
+            # Lanes hold features of their own. Of a number they hold parts, or copies where each computes all of it.
+            lanes = "kLanes / kShare, team.size" if b in counts else "kLanes, t.slices"
             self.put(f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});")
 
     def one_hots(self, region: Instr, pools: Sequence[Instr]) -> None:

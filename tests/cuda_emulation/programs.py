@@ -32,6 +32,7 @@ class Options:
       order: of threads, see `Kernel.launch`.
       pointers: buffers a launch may name.
       sms: multiprocessors that the real plan spreads its tiles over.
+      slice_positions: least positions of a jagged bag's slice in the real plan, 0: as the plan likes.
       flags: more flags of the C++ compiler.
     """
 
@@ -39,6 +40,7 @@ class Options:
     order: int = 0
     pointers: int = POINTERS
     sms: int = 4
+    slice_positions: float = 0.0
     flags: tuple[str, ...] = ()
 
 
@@ -120,6 +122,7 @@ def _launches(
         [_type(a) for a in results],
         options.sms,
         options.pointers,
+        options.slice_positions,
     )
     kind = "tiles" if options.tiles == "real" else "unaligned"
     return [Launch(x[kind], x["words"], tuple(x["buffers"])) for x in made["launches"]]

@@ -87,7 +87,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
           }
         }
         join_slices<kSum>(r1, kLanes, t.slices);
-        join_slices<kSum>(r9, 1, team.size);
+        join_slices<kSum>(r9, kLanes / kShare, team.size);
       }
       const f32 r11 = immediate<f32>(1065353216);
       const f32 r12 = x_max(r9, r11);
@@ -182,7 +182,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           }
         }
         join_slices<kSum>(r1, kLanes, t.slices);
-        join_slices<kSum>(r9, 1, team.size);
+        join_slices<kSum>(r9, kLanes / kShare, team.size);
       }
       const f32 r11 = immediate<f32>(1065353216);
       const f32 r12 = x_max(r9, r11);

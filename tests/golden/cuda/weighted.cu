@@ -88,7 +88,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           }
         }
         join_slices<kSum>(r0, kLanes, t.slices);
-        join_slices<kSum>(r7, 1, team.size);
+        join_slices<kSum>(r7, kLanes / kShare, team.size);
       }
       const i32 r9 = immediate<i32>(1);
       const i32 r10 = x_max(r7, r9);
