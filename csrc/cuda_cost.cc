@@ -42,7 +42,9 @@ Geometry geometry(const UnitShape& u, double threads, int sms, double slice_posi
     g.slices = std::min({floor_power_of_two(full(sms) / std::max(threads, 1.0)), n, most});
   } else if (u.form == recom_cuda::kJagged) {
     // Lengths differ by bag: slices also even out what the threads of a warp have to do.
-    g.slices = std::min(floor_power_of_two(u.positions / (slice_positions > 0 ? slice_positions : kJaggedPositions)), most);
+    g.slices = std::min(floor_power_of_two(u.positions / (slice_positions > 0 ? slice_positions
+                                                                              : kJaggedPositions)),
+                        most);
   }
   const double chunks =
       std::ceil(static_cast<double>(u.width) / (static_cast<double>(g.lanes) * u.vec));

@@ -34,8 +34,8 @@ struct CudaCall {
   int64_t n_layout;
   // Only dtypes and dims are read: data may be null.
   std::vector<Buffer> operands, results;
-  int sms;       // multiprocessors of the device
-  int pointers;  // buffers that one launch may name
+  int sms;                     // multiprocessors of the device
+  int pointers;                // buffers that one launch may name
   double slice_positions = 0;  // see geometry()
 };
 

@@ -91,7 +91,9 @@ class Regions(Text):
         self.finish(i, reductions, counts)
         for b in missing:
             dst, kind = b.args[2], KINDS[b.args[1]]
-            self.put(f"join_missing<{kind}>(r{dst}, lost{dst}, missed{dst}, team.size);")
+            self.put(
+                f"join_missing<{kind}>(r{dst}, lost{dst}, missed{dst}, kLanes / kShare, team.size);"
+            )
         self.one_hots(i, pools)
         self.depth -= 1
         self.put("}")

@@ -311,7 +311,7 @@ SCRIPT = textwrap.dedent("""
 def test_command_buffers(flags: str) -> None:
     env = {
         **os.environ,
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     script = SCRIPT.format(tests=str(ROOT / "tests" / "gpu"), root=str(ROOT))

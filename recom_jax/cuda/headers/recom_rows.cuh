@@ -212,12 +212,13 @@ RECOM_FN void join_slices(Row<T, N>& acc, int lanes, int slices) {
 }
 
 // Missing rows are rare, and all of them look alike: they are summed up as numbers, by the lanes that found them,
-// and join the bag's rows at the end. All threads of a warp call it.
+// and join the bag's rows at the end: over `team` threads, each `step` behind the one before. All threads of a warp
+// call it.
 template <int kKind, class T, class R>
-RECOM_FN void join_missing(R& acc, T lost, bool missed, int team) {
+RECOM_FN void join_missing(R& acc, T lost, bool missed, int step, int team) {
   if (!__any_sync(0xffffffffu, missed)) return;
-  join_slices<kKind>(lost, 1, team);
-  join_slices<kMax>(missed, 1, team);
+  join_slices<kKind>(lost, step, team);
+  join_slices<kMax>(missed, step, team);
   if (missed) acc = combine<kKind>(acc, lost);
 }
 
