@@ -375,6 +375,13 @@ def jagged(b: int) -> Group:
                     total,
                     (0, 4),
                 )
+                out[f"filled_{name}"] = Case(
+                    lambda t, i, s, z: jax.ops.segment_sum(
+                        t.at[i].get(mode="fill", fill_value=2.0), s, z.shape[0]
+                    ),
+                    (t, i, s, size),
+                    total,
+                )
                 out[f"max_{name}"] = Case(
                     lambda t, i, s, z: jax.ops.segment_max(rows(t, i), s, z.shape[0]),
                     (t, i, s, size),
