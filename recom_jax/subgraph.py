@@ -71,6 +71,8 @@ def repeated(
     sizes = {_BAGS: bags, _BAGS - 1: bags - 1, _POSITIONS: positions}
     default = str(jax.dtypes.canonicalize_dtype("int64"))
     for dtype in dtypes:
+        if default == "int32" and dtype.endswith("64"):
+            continue  # there are none
         reference = _repeat(str(array.dtype), dtype, default)
         if reference is not None:
             jaxpr, made = reference
