@@ -216,7 +216,7 @@ def test_doctor(tmp_path: pathlib.Path) -> None:
         "NVRTC",
     ):
         assert what in out
-    assert f"{tmp_path}/c: 0 entries" in out.replace("\n", "")
+    assert f"{tmp_path}/c:0entries" in re.sub(r"\s", "", out)  # a long path is folded
     assert re.search("note +RECOM_CACHEDIR +typo +no such variable", out)
     assert "no problems" in out and "problem  " not in out
 
