@@ -36,6 +36,8 @@ import os, pathlib, signal, sys, time, types
 sys.modules["recom_jax"] = package = types.ModuleType("recom_jax")
 package.__path__ = ["recom_jax"]
 from recom_jax.cache import Cache
+
+pytestmark = pytest.mark.once
 """
 
 
@@ -416,6 +418,7 @@ def test_a_quota_of_the_process(folder: pathlib.Path) -> None:
 
 WORKER = """
 from recom_jax import cache
+
 cache.LOCK_WAIT_S = 60  # on a busy machine too
 c = Cache(pathlib.Path(sys.argv[1]), 12_000)
 me, hits = int(sys.argv[2]), 0

@@ -26,6 +26,8 @@ from recom_jax.errors import CudaError
 from tests.helpers import ids, table
 from tests.test_pipeline import compiled, small_inputs, small_model
 
+pytestmark = pytest.mark.once
+
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "cuda"
 FIGURES = GOLDEN / "figures.json"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")

@@ -29,9 +29,10 @@ from tests.cuda_emulation import Options, emulate, interpret
 from tests.cuda_emulation.models import GROUPS, as_function
 from tests.helpers import assert_same
 
-pytestmark = pytest.mark.skipif(
-    cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing())
-)
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing())),
+]
 
 # Tiles as the real plan cuts them, for small and large devices; for buffers that lie badly; then any others.
 WAYS = (

@@ -11,9 +11,10 @@ import pytest
 from tests import cuda_emulation
 from tests.cuda_emulation import EmulationError
 
-pytestmark = pytest.mark.skipif(
-    cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing())
-)
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing())),
+]
 
 N = 600  # threads of most launches below: three blocks, the last one not full
 
