@@ -385,10 +385,14 @@ def _phases(body: Sequence[Instr], regs: Sequence[Reg]) -> list[int]:
         if b.op in ("POOL", "ACC"):
             found.append(2)
             continue
+        w = writes(b)
+        row = w is not None and regs[w].width >= 0
         if any(r in after for r in reads(b)):
             phase = 2
-        elif b.op == "TAKE" or (b.op == "LOAD" and regs[b.args[0]].width >= 0):
+        elif b.op in ("TAKE", "LOAD") and row:
             phase = 1
+        elif row:  # made of the bag's own rows: a lane has its features of them alone, so it is nothing to share
+            phase = 2
         else:
             phase = 0
         if phase > 0:

@@ -335,6 +335,20 @@ def bag_dtypes(b: int) -> Group:
     out["outer"] = Case(
         lambda t, j: t.at[j].get(mode="clip").sum(2), (u, ids((b, 3, 4), 20, 304, odd=True)), 4
     )
+    # A row that doesn't depend on the position is the bag's own, and each lane has a part of it.
+    one = {"uint8": table(1, 4, jnp.uint8), "float32": table(1, 22)}
+    out["one_row_max"] = Case(
+        lambda t, i: t[jnp.clip(i, 0, 0)].astype(jnp.float32).max(1), (one["uint8"], i)
+    )
+    out["one_row_mean"] = Case(
+        lambda t, i, m: jnp.mean(
+            t.astype(jnp.bfloat16).at[jnp.clip(i, 0, 0)].get(mode="clip").astype(jnp.float32),
+            axis=1,
+            where=m[..., None],
+        ),
+        (one["float32"], i, m.at[:, 0].set(True)),
+        6,
+    )
     out["bags_of_none"] = Case(lambda t, j: t[j].sum(1), (u, ids((b, 0), 20)), 1)
     return out
 
@@ -408,7 +422,7 @@ def repeats(b: int) -> Group:
     rng = np.random.default_rng(29)
     size = jnp.zeros((b,), jnp.float32)
     out = {}
-    for total, d in ((41, 8), (301, 33)):
+    for total, d in ((41, 8), (101, 33)):
         t, i = table(30, d), ids((total,), 30, 600 + total, odd=True)
         ascending = np.sort(rng.integers(0, total + 1, b + 1))
         ascending[0], ascending[-1] = 0, total
