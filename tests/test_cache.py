@@ -28,6 +28,7 @@ from recom_jax import cache
 from recom_jax.cache import Cache, key_of
 from recom_jax.options import Options
 
+pytestmark = pytest.mark.once
 ROOT = pathlib.Path(__file__).parent.parent
 HEAD = 48  # bytes of an entry that are not data
 # A process of its own imports the module without the package: seconds each, and the cache needs none of it.
@@ -36,8 +37,6 @@ import os, pathlib, signal, sys, time, types
 sys.modules["recom_jax"] = package = types.ModuleType("recom_jax")
 package.__path__ = ["recom_jax"]
 from recom_jax.cache import Cache
-
-pytestmark = pytest.mark.once
 """
 
 
@@ -418,7 +417,6 @@ def test_a_quota_of_the_process(folder: pathlib.Path) -> None:
 
 WORKER = """
 from recom_jax import cache
-
 cache.LOCK_WAIT_S = 60  # on a busy machine too
 c = Cache(pathlib.Path(sys.argv[1]), 12_000)
 me, hits = int(sys.argv[2]), 0
