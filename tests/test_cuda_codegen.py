@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import re
 import sys
@@ -31,6 +32,9 @@ pytestmark = pytest.mark.once
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "cuda"
 FIGURES = GOLDEN / "figures.json"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+LONG = (
+    os.environ.get("RECOM_HYPOTHESIS") == "long"
+)  # the profile that takes its time (tests/conftest.py)
 B = 6  # rows of a batch; the text doesn't depend on it
 
 
@@ -200,7 +204,7 @@ def test_machine_code(name: str, arch: str) -> None:
     )
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES if LONG else ("sm_90",))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_nothing_spills_where_two_blocks_fit(name: str, arch: str) -> None:
     """128 registers suffice for any code: what more blocks a multiprocessor spill, they spill for occupancy."""
