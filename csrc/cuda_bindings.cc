@@ -39,9 +39,9 @@ py::dict cuda_plan(std::string_view program, std::string_view launch,
                    const py::array_t<int64_t, py::array::c_style>& layout, const Types& operands,
                    const Types& results, int sms, int pointers, double slice_positions) {
   const auto decoded = decode_program(program);
-  const CudaPlan plan =
-      make_cuda_plan(*decoded, {launch, layout.data(), static_cast<int64_t>(layout.size()),
-                                buffers(operands), buffers(results), sms, pointers, slice_positions});
+  const CudaPlan plan = make_cuda_plan(
+      *decoded, {launch, layout.data(), static_cast<int64_t>(layout.size()), buffers(operands),
+                 buffers(results), sms, pointers, slice_positions});
   py::list launches;
   for (const CudaLaunch& l : plan.launches) {
     py::dict d;
