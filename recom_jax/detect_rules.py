@@ -269,12 +269,13 @@ def reduce_axes(d: Detector, v: Val, axes: Sequence[int], kind: str) -> Val:
         raise Refuse("a reduction over the embedding dimension")
     memo: dict[int, frozenset[int]] = {}
     for x in ir.walk(e):
-        if (
-            isinstance(x, (ir.Reduce, ir.SegReduce))
-            and x is not e
-            and ir.depends(x, memo) & set(axes)
-        ):
+        inner = isinstance(x, (ir.Reduce, ir.SegReduce)) and x is not e
+        if inner and ir.depends(x, memo) & set(axes):
             raise Refuse("a reduction inside a reduction")
+        # 0 * inf of any position is NaN here; a pooled one-hot lookup stands for the product of the sum, where a
+        # row that another position selects is no factor of 0.
+        if isinstance(x, ir.Take) and x.one_hot and ir.depends(x, memo) & set(axes):
+            raise Refuse("a reduction of one-hot products")
     if isinstance(e, ir.SegReduce):
         raise Refuse("a reduction over bags")
     order = [*keep, *axes]

@@ -221,7 +221,7 @@ def test_jagged_bags(bags, total):
     check_tiles(call, launches)
     average = total / bags
     (slices,) = {int(t["slices"]) for t in launches[0]["tiles"]}
-    assert slices == {0: 1, 1: 1, 10: 2, 500: 8}[int(average)]
+    assert slices == {0: 1, 1: 1, 10: 4, 500: 8}[int(average)]
 
 
 def test_empty_batch():

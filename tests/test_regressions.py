@@ -111,3 +111,17 @@ def test_warmup_takes_one_size() -> None:
     before = recom_jax.stats()["traces"]
     serve(np.ascontiguousarray(IDS[:3]))
     assert recom_jax.stats()["traces"] == before
+
+
+def test_a_sum_of_one_hot_products_keeps_each_positions_nan() -> None:
+    """(one_hot(ids) @ table).sum(1): 0 * inf of the positions that select another row is NaN."""
+    t = jnp.arange(20.0, dtype=jnp.float32).reshape(10, 2).at[7, 0].set(jnp.inf)
+    i = jnp.array([[7, 1, 2, 3], [7, 7, 7, 7]], jnp.int32)
+
+    def fn(t: jax.Array, i: jax.Array) -> jax.Array:
+        return (jax.nn.one_hot(i, 10) @ t).sum(1)
+
+    ours = recom_jax.optimize(fn)
+    np.testing.assert_array_equal(ours(t, i), jax.jit(fn)(t, i))
+    assert np.isnan(ours(t, i)[0, 0]) and np.isinf(ours(t, i)[1, 0])
+    assert ours.explain(t, i).num_fused == 1  # the rows; their sum is XLA's
