@@ -261,7 +261,8 @@ def test_without_the_extension(tmp_path: pathlib.Path) -> None:
         tmp_path / "recom_jax",
         ignore=shutil.ignore_patterns("*.so", "__pycache__"),
     )
-    # In front of an editable install, which would find the checkout's.
+    # An editable install would find the checkout's extension.
+    (tmp_path / "recom_jax" / "_recom.py").write_text("raise ImportError('it was not built')\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, str(tmp_path / "recom_jax" / "doctor.py")], env=env, cwd=tmp_path,
                           capture_output=True, text=True, timeout=120)  # fmt: skip
