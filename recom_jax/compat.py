@@ -18,6 +18,7 @@ from jax._src import effects as _effects
 from jax._src import linear_util as _lu
 from jax._src import source_info_util as _source
 from jax._src.export import _export
+from jax._src.export import shape_poly as _poly
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import pxla as _pxla
 from jax._src.state.types import ReadEffect
@@ -213,6 +214,46 @@ def is_zero_tangent(tangent: Any) -> bool:
 
 def zero_tangent(primal_out: Any) -> Any:
     return ad.Zero(_core.typeof(primal_out).to_tangent_aval())
+
+
+# ---- symbolic dimensions -----------------------------------------------------------------------------------------
+
+Inconclusive = _core.InconclusiveDimensionOperation
+
+
+def is_symbolic(dim: Any) -> bool:
+    """Whether a size of a shape is an expression in dimension variables (`jax.export`)."""
+    return not isinstance(dim, int) and _core.is_symbolic_dim(dim)
+
+
+def dim_terms(dim: Any) -> list[tuple[int, list[tuple[Any, int]]]]:
+    """A symbolic dimension as a sum: (coefficient, [(factor, exponent)]) of each term.
+
+    A factor is the name of a variable, or (operation, operands) with "floordiv", "mod", "max" or "min".
+    """
+    return [
+        (int(coef), [(f.var or (f.operation, tuple(f.operands)), int(n)) for f, n in term._factors])
+        for term, coef in dim._sorted_terms
+    ]
+
+
+def dim_bounds(dim: Any) -> tuple[int | None, int | None]:
+    """The lowest and highest value that JAX can prove, None where it knows no bound."""
+    low, high = _poly._bounds_decision(dim, _poly.BoundsPrecision.BEST)
+    return (
+        None if low == float("-inf") else int(low),
+        None if high == float("inf") else int(high),
+    )
+
+
+def dim_variable(dim: Any, name: str) -> Any:
+    """The variable `name` of a symbolic dimension's scope; an expression where a constraint defines it."""
+    return _poly._DimExpr._from_var(name, dim.scope)
+
+
+def dim_constraints(dim: Any) -> list[tuple[bool, Any]]:
+    """What the user promised of a dimension's scope: (whether it is an equality, difference of both sides)."""
+    return [(c.cmp == _poly.Comparator.EQ, c.diff) for c in dim.scope._explicit_constraints]
 
 
 # ---- arrays that a traced function closes over, as operands (see `operands`) -------------------------------------

@@ -16,6 +16,7 @@ from recom_jax import compat, ir, templates
 from recom_jax.detect import DTYPES, Detector, Read, Refuse, Rule, Val, dtype_name, row_major
 from recom_jax.detect_rules import convert
 from recom_jax.detect_search import gather_of_unique, repeated_arange
+from recom_jax.detect_symbolic import sliced
 from recom_jax.shape_solver.dims import DimLike
 
 # (name, dtype, constant arguments) applied to the looked-up rows, innermost first.
@@ -133,14 +134,10 @@ def index_component(
         return tuple(out)
 
     if indices.expr is None:
-        value = d.unifier.value
         for p in indices.parts:
             if (
-                value(p.offset) == k
-                and all(
-                    value(n) == value(m)
-                    for n, m in zip(p.shape[:-1], indices.shape[:-1], strict=True)
-                )
+                d.same(p.offset, k)
+                and all(d.same(n, m) for n, m in zip(p.shape[:-1], indices.shape[:-1], strict=True))
                 and p.shape[-1] == 1
             ):
                 return d.pool.remap(p.expr, own + 1, lambda s, o: (place(s[:own]), o))
@@ -152,10 +149,16 @@ def index_component(
 
 def _gather(d: Detector, eqn: Any) -> Val | None:
     operand, start = eqn.invars
+    if d.symbolic:
+        slice_of = sliced(d, eqn)
+        if slice_of is not None:
+            return slice_of
     found = base_table(d, operand)
     if found is None:
         return repeated_arange(d, eqn) if len(operand.aval.shape) == 1 else gather_of_unique(d, eqn)
     table, table_expr = found
+    if any(map(compat.is_symbolic, operand.aval.shape)):
+        raise Refuse("a table of symbolic size")
     p = eqn.params
     dims, sizes = p["dimension_numbers"], tuple(int(n) for n in p["slice_sizes"])
     shape_t = operand.aval.shape
