@@ -20,7 +20,7 @@ from recom_jax import compat, ir
 from recom_jax.shape_solver.dims import DimLike
 from recom_jax.shape_solver.unify import Unifier
 from recom_jax.subgraph import producers
-from recom_jax.symbolic import NoExample, Sizes
+from recom_jax.symbolic import Sizes
 
 Shape = tuple[DimLike, ...]
 
@@ -300,7 +300,7 @@ class Detector:
                 out = rule(self, eqn)
                 if name in RULES:
                     self.check_depth(out if isinstance(out, list) else [out])
-            except (Refuse, ir.NotAffine, NoExample) as why:
+            except (Refuse, ir.NotAffine) as why:
                 del self.reads[reads_before:]
                 refused_read(self, eqn, str(why))
                 continue

@@ -24,15 +24,15 @@ def is_size(e: ir.Expr) -> bool:
 
 
 def sliced(d: Detector, eqn: Any) -> Val | None:
-    """A gather that is a slice at a fixed place: what ``x[1:]`` traces to where the size of ``x`` is symbolic."""
+    """A gather that is a slice at a fixed place: what ``x[1:]`` or ``x[:, 2]`` traces to where ``x`` is symbolic."""
     operand, start = eqn.invars
     dims = eqn.params["dimension_numbers"]
     rank = len(operand.aval.shape)
+    kept = [k for k in range(rank) if k not in dims.collapsed_slice_dims]
     if (
         len(start.aval.shape) != 1
-        or tuple(dims.collapsed_slice_dims)
         or tuple(getattr(dims, "operand_batching_dims", ()))
-        or tuple(dims.offset_dims) != tuple(range(rank))
+        or tuple(dims.offset_dims) != tuple(range(len(kept)))
     ):
         return None
     try:
@@ -53,9 +53,9 @@ def sliced(d: Detector, eqn: Any) -> Val | None:
     def f(strides: ir.Strides, offset: DimLike) -> tuple[ir.Strides, DimLike]:
         for s, at in zip(strides, starts, strict=True):
             offset = offset + s * at
-        return strides, offset
+        return tuple(strides[k] for k in kept), offset
 
-    return Val(sizes, d.pool.remap(d.one(v), rank, f))
+    return Val(tuple(sizes[k] for k in kept), d.pool.remap(d.one(v), rank, f))
 
 
 def _component(d: Detector, where: Val, k: int) -> DimLike | None:

@@ -324,6 +324,9 @@ def refused_read(d: Detector, eqn: Any, reason: str | None) -> None:
     """Records a table read that stays in XLA, if the equation is one, and reads inside loops and branches."""
     if eqn.primitive.name in ("gather", "dynamic_slice"):
         found = base_table(d, eqn.invars[0])
+        symbolic = any(map(compat.is_symbolic, eqn.invars[0].aval.shape))
+        if found is not None and symbolic and _fixed(d, eqn.invars[1]):
+            return  # a slice of a feature: no table is read
         if found is not None:
             d.reads.append(
                 Read(found[0], eqn, None, reason or "this form of read is not understood")
@@ -344,16 +347,7 @@ def _other_read(d: Detector, eqn: Any) -> None:
     table, ids = eqn.invars[0], eqn.invars[1]
     if isinstance(table, compat.Literal) or isinstance(ids, compat.Literal):
         return
-    try:
-        fixed = all(
-            isinstance(e, (ir.Const, ir.Affine))
-            or (isinstance(e, ir.Load) and id(e.var) in d.value_of)
-            or e.children
-            for e in ir.walk(d.one(d.val(ids)))
-        )
-    except (Refuse, ir.NotAffine):
-        fixed = False
-    if fixed:
+    if _fixed(d, ids):
         return  # a shuffle by constants
     shape, dtype = table.aval.shape, str(table.aval.dtype)
     if dtype not in DTYPES:
@@ -369,6 +363,21 @@ def _other_read(d: Detector, eqn: Any) -> None:
     else:
         why = "it does not read whole rows"
     d.others.append((eqn, why))
+
+
+def _fixed(d: Detector, ids: Any) -> bool:
+    """Whether the places that a gather reads depend on constants and sizes alone."""
+    try:
+        v = d.val(ids)
+    except (Refuse, ir.NotAffine):
+        return False
+    return all(
+        isinstance(e, (ir.Const, ir.Affine))
+        or (isinstance(e, ir.Load) and id(e.var) in d.value_of)
+        or e.children
+        for expr in ([v.expr] if v.expr is not None else [p.expr for p in v.parts])
+        for e in ir.walk(expr)
+    )
 
 
 def _inner_reads(d: Detector, eqn: Any) -> list[tuple[str, Any, Any]]:

@@ -14,17 +14,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recom_jax import compat
-from recom_jax.shape_solver.dims import DimLike, evaluate, floordiv, mod
+from recom_jax.shape_solver.dims import DimLike, floordiv, mod
 from recom_jax.shape_solver.interval import Bounds, bounds_of
 from recom_jax.shape_solver.unify import Unifier
 
 # Examples are large, prime and far apart, so that different sizes have different examples.
 _EXAMPLES = (1009, 1543, 2087, 2657, 3217, 3793, 4357, 4931, 5501, 6079)
 _TRIES = 400
-
-
-class NoExample(ValueError):
-    """No sizes were found that satisfy the user's constraints."""
 
 
 class Sizes:
@@ -42,10 +38,7 @@ class Sizes:
         self._examples: dict[str, int] = {}
 
     def of(self, dim: Any) -> DimLike:
-        """The dimension of a size: an int, or a polynomial in open symbols.
-
-        Raises NoExample, or ValueError where the example is negative.
-        """
+        """The dimension of a size: an int, or a polynomial in open symbols."""
         if not compat.is_symbolic(dim):
             return int(dim)
         found = self._known.get(dim)
@@ -89,7 +82,7 @@ class Sizes:
         if name not in self._variables:  # no arithmetic of ours: read where a shape has it
             pick = max if operation == "max" else min
             value = pick(self.unifier.value(a), self.unifier.value(b))
-            made = self.unifier.fresh(operation, value, open=True)
+            made = self.unifier.fresh(operation, max(value, 0), open=True)
             self._variables[name] = made
             self.bounds[str(made)] = _extreme(
                 operation, *(bounds_of(x, self.bounds) for x in (a, b))
@@ -134,7 +127,10 @@ def _extreme(operation: str, a: Any, b: Any) -> Any:
 
 
 def _examples(dim: Any, name: str, taken: Mapping[str, int]) -> dict[str, int]:
-    """A value for `name`, and with the first variable for all that constraints mention."""
+    """A value for `name`, and with the first variable for all that constraints mention.
+
+    Where none is found that satisfies the constraints any will do: an example is no fact.
+    """
     constraints = [(eq, _tree(diff)) for eq, diff in compat.dim_constraints(dim)]
     names = sorted({n for _, t in constraints for n in _names(t)} - set(taken))
     free = [p for p in _EXAMPLES if p not in taken.values()]
@@ -143,13 +139,12 @@ def _examples(dim: Any, name: str, taken: Mapping[str, int]) -> dict[str, int]:
         return made
     names = names if name in names else [*names, name]
     limits = {n: _limits(dim, n) for n in names}
+    candidate = made
     for candidate in itertools.islice(_candidates(names, limits, constraints), _TRIES):
         full = {**taken, **candidate}
         if all(_holds(eq, t, full) for eq, t in constraints):
-            return candidate
-    raise NoExample(
-        f"no sizes {', '.join(names)} that satisfy the constraints of the symbolic dimensions were found"
-    )
+            break
+    return candidate
 
 
 def _candidates(
@@ -259,6 +254,3 @@ def _holds(equality: bool, tree: Any, values: Mapping[str, int]) -> bool:
     except (ZeroDivisionError, KeyError):
         return False
     return found == 0 if equality else found >= 0
-
-
-__all__ = ["NoExample", "Sizes", "evaluate"]
