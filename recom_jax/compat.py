@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
@@ -129,6 +130,15 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
             if hasattr(inner, "eqns"):
                 found.append(inner)
     return found
+
+
+def scan_inputs(eqn: Any) -> tuple[int, int]:
+    """How many of a scan's inputs are constants, and how many are carried; the rest is scanned over."""
+    p = eqn.params
+    if "num_consts" in p:
+        return int(p["num_consts"]), int(p["num_carry"])
+    consts, carry, _ = p["ft_in"].unpack()  # 0.12
+    return len(consts), len(carry)
 
 
 def source_line(eqn: Any) -> str:
@@ -285,6 +295,11 @@ def register_operand_type(kind: type[Any], arrays: Callable[[Sequence[Any]], lis
     _core.pytype_aval_mappings[kind] = lambda x: x._aval
     _dtypes.canonicalize_value_handlers[kind] = lambda x: x
     _pxla.shard_arg_handlers[kind] = shard
+
+
+def enable_x64() -> bool:
+    """Whether JAX has 64-bit types at this time, in this thread."""
+    return bool(_config.enable_x64.value)
 
 
 def promise_stable(target: str) -> None:
