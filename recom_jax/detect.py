@@ -242,10 +242,8 @@ class Detector:
                     continue
                 if not self.same(a, b):  # lax stretches axes of size 1
                     out[k] = b if self.is_one(a) else a
-                elif isinstance(a, int) or isinstance(
-                    b, int
-                ):  # a batch of 1 is no fact about the batch
-                    out[k] = b if isinstance(a, int) else a
+                elif a == 1 or b == 1:  # a batch of 1 is no fact about the batch
+                    out[k] = b if a == 1 else a
                 else:
                     self.unifier.unify(a, b)
         return tuple(out)
