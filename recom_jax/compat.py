@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
@@ -18,6 +19,7 @@ from jax._src import effects as _effects
 from jax._src import linear_util as _lu
 from jax._src import source_info_util as _source
 from jax._src.export import _export
+from jax._src.export import shape_poly as _poly
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import pxla as _pxla
 from jax._src.state.types import ReadEffect
@@ -130,6 +132,15 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
     return found
 
 
+def scan_inputs(eqn: Any) -> tuple[int, int]:
+    """How many of a scan's inputs are constants, and how many are carried; the rest is scanned over."""
+    p = eqn.params
+    if "num_consts" in p:
+        return int(p["num_consts"]), int(p["num_carry"])
+    consts, carry, _ = p["ft_in"].unpack()  # 0.12
+    return len(consts), len(carry)
+
+
 def source_line(eqn: Any) -> str:
     """``file:line`` of the user's code that made the equation, or an empty string."""
     frame = _source.user_frame(eqn.source_info.traceback)
@@ -215,6 +226,46 @@ def zero_tangent(primal_out: Any) -> Any:
     return ad.Zero(_core.typeof(primal_out).to_tangent_aval())
 
 
+# ---- symbolic dimensions -----------------------------------------------------------------------------------------
+
+Inconclusive = _core.InconclusiveDimensionOperation
+
+
+def is_symbolic(dim: Any) -> bool:
+    """Whether a size of a shape is an expression in dimension variables (`jax.export`)."""
+    return not isinstance(dim, int) and _core.is_symbolic_dim(dim)
+
+
+def dim_terms(dim: Any) -> list[tuple[int, list[tuple[Any, int]]]]:
+    """A symbolic dimension as a sum: (coefficient, [(factor, exponent)]) of each term.
+
+    A factor is the name of a variable, or (operation, operands) with "floordiv", "mod", "max" or "min".
+    """
+    return [
+        (int(coef), [(f.var or (f.operation, tuple(f.operands)), int(n)) for f, n in term._factors])
+        for term, coef in dim._sorted_terms
+    ]
+
+
+def dim_bounds(dim: Any) -> tuple[int | None, int | None]:
+    """The lowest and highest value that JAX can prove, None where it knows no bound."""
+    low, high = _poly._bounds_decision(dim, _poly.BoundsPrecision.BEST)
+    return (
+        None if low == float("-inf") else int(low),
+        None if high == float("inf") else int(high),
+    )
+
+
+def dim_variable(dim: Any, name: str) -> Any:
+    """The variable `name` of a symbolic dimension's scope; an expression where a constraint defines it."""
+    return _poly._DimExpr._from_var(name, dim.scope)
+
+
+def dim_constraints(dim: Any) -> list[tuple[bool, Any]]:
+    """What the user promised of a dimension's scope: (whether it is an equality, difference of both sides)."""
+    return [(c.cmp == _poly.Comparator.EQ, c.diff) for c in dim.scope._explicit_constraints]
+
+
 # ---- arrays that a traced function closes over, as operands (see `operands`) -------------------------------------
 
 
@@ -244,6 +295,11 @@ def register_operand_type(kind: type[Any], arrays: Callable[[Sequence[Any]], lis
     _core.pytype_aval_mappings[kind] = lambda x: x._aval
     _dtypes.canonicalize_value_handlers[kind] = lambda x: x
     _pxla.shard_arg_handlers[kind] = shard
+
+
+def enable_x64() -> bool:
+    """Whether JAX has 64-bit types at this time, in this thread."""
+    return bool(_config.enable_x64.value)
 
 
 def promise_stable(target: str) -> None:

@@ -194,7 +194,10 @@ def _scatter(d: Detector, eqn: Any) -> Val | None:
     d.unifier.unify(total, index.shape[0])
     if rank == 2:
         d.unifier.unify(data.shape[1], into.shape[1])
-    shape = (into.shape[0], *data.shape[1:])
+    bags = into.shape[0]
+    if isinstance(bags, int) and not d.symbolic:  # one bag: as many as in any other trace
+        bags = d.unifier.fresh("n", bags, literal=True)
+    shape = (bags, *data.shape[1:])
     bag = (1, *((0,) * (rank - 1)))
     feature = tuple(int(k == 1) for k in range(rank))
     return Val(

@@ -61,6 +61,10 @@ class BatchTypeError(BatchError, TypeError):
     """A leaf of a batch is not an array, or has a dtype the model was not traced with."""
 
 
+class BucketError(RecomError, ValueError):
+    """`Options.batch_buckets` asks for what the function or its arguments do not allow."""
+
+
 class LeaseError(RecomError, RuntimeError):
     """A lease was used twice, or none came free in time."""
 

@@ -20,7 +20,7 @@ from tests.simplify_cases import CASES
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 GUIDES = (
-    "options", "semantics", "troubleshooting", "adding_a_rewrite", "adding_a_primitive_rule", "wheels",
+    "options", "semantics", "troubleshooting", "adding_a_rewrite", "adding_a_primitive_rule", "wheels", "export",
 )  # fmt: skip
 QUOTE = re.compile(r"<!-- source: (\S+) (\w+) -->\n```python\n(.*?)\n```", re.DOTALL)
 
