@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recom_jax import errors, ffi
+from recom_jax import errors, ffi, strings
 from recom_jax.api import OptimizedFunction, optimize, stats
 from recom_jax.errors import (
     ArgumentError,
@@ -16,6 +16,7 @@ from recom_jax.errors import (
     OptionError,
     PlatformError,
     RecomError,
+    StringError,
     TraceError,
     VerifyError,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "PlatformError",
     "RecomError",
     "Report",
+    "StringError",
     "TraceError",
     "VerifyError",
     "__version__",
@@ -48,4 +50,5 @@ __all__ = [
     "ffi",
     "optimize",
     "stats",
+    "strings",
 ]

@@ -65,6 +65,10 @@ class LeaseError(RecomError, RuntimeError):
     """A lease was used twice, or none came free in time."""
 
 
+class StringError(RecomError, ValueError):
+    """Strings that cannot be hashed as asked: nulls, lists that are too long, a bucket count out of range."""
+
+
 class CudaError(RecomError, RuntimeError):
     """The CUDA target lacks a library, or its compiler refused the kernel."""
 
