@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recom_jax import errors, ffi, strings
+from recom_jax import errors, export, ffi, strings
 from recom_jax.api import OptimizedFunction, optimize, stats
 from recom_jax.errors import (
     ArgumentError,
@@ -12,11 +12,13 @@ from recom_jax.errors import (
     BindTypeError,
     DeletedError,
     EncodeError,
+    ExportError,
     LeaseError,
     OptionError,
     PlatformError,
     RecomError,
     StringError,
+    TensorFlowError,
     TraceError,
     VerifyError,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "ColumnReport",
     "DeletedError",
     "EncodeError",
+    "ExportError",
     "LeaseError",
     "OptimizedFunction",
     "OptionError",
@@ -43,10 +46,12 @@ __all__ = [
     "RecomError",
     "Report",
     "StringError",
+    "TensorFlowError",
     "TraceError",
     "VerifyError",
     "__version__",
     "errors",
+    "export",
     "ffi",
     "optimize",
     "stats",

@@ -6,6 +6,7 @@
 ``RECOM_CACHE_DIR`` folder of compiled code (default: recom_jax in the user's cache folder); 0 or off: none
 ``RECOM_CACHE_BYTES``  how large that folder may grow (default: 268435456, 256 MiB)
 ``CUDA_HOME``, ``CUDA_PATH``  folder of a CUDA toolkit whose NVRTC is used if no installed package has one
+``CXX``  the C++ compiler of the library for TensorFlow (default: the first of c++, g++, clang++)
 
 Others have no option: the interpreter reads ``RECOM_CPU_ISA``, the tests two more (docs/options.md).
 """
@@ -102,6 +103,7 @@ class Options:
 VARIABLES = (
     "CUDA_HOME",
     "CUDA_PATH",
+    "CXX",
     "RECOM_CACHE_BYTES",
     "RECOM_CACHE_DIR",
     "RECOM_CPU_ISA",
@@ -123,6 +125,11 @@ def environment() -> dict[str, str]:
 def cuda_homes() -> list[pathlib.Path]:
     """Folders of CUDA toolkits that the environment names."""
     return [pathlib.Path(p) for n in ("CUDA_HOME", "CUDA_PATH") if (p := os.environ.get(n))]
+
+
+def cxx_compiler() -> str:
+    """The C++ compiler that the environment names, or ""."""
+    return os.environ.get("CXX", "").strip()
 
 
 def _flag(name: str) -> bool:

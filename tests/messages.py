@@ -12,6 +12,7 @@ LEFT_OUT = ("cli.py", "argspec.py", "doctor.py", "verify.py", "cuda")
 RAISED = (
     "ArgumentError", "BatchError", "BatchTypeError", "BindError", "BindTypeError", "DeletedError", "EncodeError",
     "LeaseError", "OptionError", "PlatformError", "Refuse", "Unsafe", "MismatchError", "StringError",
+    "ExportError", "TensorFlowError",
 )  # fmt: skip
 WARNED = ("warn_once", "warn")
 
