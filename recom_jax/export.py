@@ -10,18 +10,19 @@ docs/tensorflow.md is the guide.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import keyword
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from recom_jax import ffi
+from recom_jax import compat, ffi
 from recom_jax import tensorflow_library as _library
 from recom_jax.errors import ArgumentError, TensorFlowError
 from recom_jax.tensorflow_library import tensorflow_library
@@ -29,12 +30,16 @@ from recom_jax.tensorflow_library import tensorflow_library
 __all__ = [
     "Signature",
     "disabled_checks",
+    "readable_by_tensorflow",
     "register_tensorflow",
     "tensorflow_library",
     "to_saved_model",
 ]
 
 SERVING = "serving_default"
+_STABLEHLO: dict[tuple[int, ...], tuple[int, ...]] = {
+    (2, 21): (1, 13, 7)
+}  # what each TensorFlow reads
 
 
 def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -57,6 +62,21 @@ def register_tensorflow() -> None:
     """
     _library.find_tensorflow()  # a clear error before a minute passes
     _library.load(_tensorflow())
+
+
+@contextlib.contextmanager
+def readable_by_tensorflow() -> Iterator[None]:
+    """Within it, ``jax.export`` and ``jax2tf`` write modules that the installed TensorFlow reads.
+
+    JAX is often newer than the XLA inside TensorFlow. `to_saved_model` does this by itself; it is for who calls
+    ``jax2tf.convert`` by hand: around the first call of the converted function, and around saving.
+
+    Raises:
+      TensorFlowError (ImportError): no TensorFlow, or a wrong version.
+    """
+    version = _STABLEHLO.get(_library.find_tensorflow().numbers)
+    with compat.stablehlo_target(version) if version else contextlib.nullcontext():
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,18 +144,19 @@ def to_saved_model(
     names = _unique([_variable_name(at) for at, _ in with_paths], "parameters")
     module.params = dict(zip(names, variables, strict=True))
     concrete = {}
-    for name, one in signatures.items():
-        fn = _function(
-            tf, one.model or model, one, params_tree, variables, with_gradient, jit_compile
+    with readable_by_tensorflow():
+        for name, one in signatures.items():
+            fn = _function(
+                tf, one.model or model, one, params_tree, variables, with_gradient, jit_compile
+            )
+            setattr(module, name, fn)
+            concrete[name] = fn.get_concrete_function()
+        tf.saved_model.save(  # traces the gradients
+            module,
+            os.fspath(path),
+            signatures=concrete,
+            options=tf.saved_model.SaveOptions(experimental_custom_gradients=with_gradient),
         )
-        setattr(module, name, fn)
-        concrete[name] = fn.get_concrete_function()
-    tf.saved_model.save(
-        module,
-        os.fspath(path),
-        signatures=concrete,
-        options=tf.saved_model.SaveOptions(experimental_custom_gradients=with_gradient),
-    )
     return module
 
 
@@ -188,14 +209,19 @@ def _function(
     shapes = (signature.polymorphic_shapes,) if one else signature.polymorphic_shapes
     with_paths, inputs_tree = _flatten(inputs)
     parameters = _parameters(model, len(inputs))
-    leaves = [_struct(leaf, f"input {_shown(at, parameters)}") for at, leaf in with_paths]
-    symbolic = leaves
+    leaves = [_leaf(leaf, f"input {_shown(at, parameters)}") for at, leaf in with_paths]
+    # One string a leaf; as jax2tf, None is no name at all.
+    given = [None] * len(leaves)
     if any(s is not None for s in jax.tree.leaves(shapes)):
-        symbolic = jax.tree.leaves(
-            jax.export.symbolic_args_specs(inputs_tree.unflatten(leaves), shapes)
+        given = jax.tree.leaves(
+            jax.tree.broadcast(shapes, inputs, is_leaf=_is_none), is_leaf=_is_none
         )
-    for (at, _), s in zip(with_paths, symbolic, strict=True):
-        if None in s.shape:
+    scope = jax.export.SymbolicScope()
+    for k, (at, _) in enumerate(with_paths):
+        if given[k] is not None:
+            sizes = jax.export.symbolic_shape(given[k], like=leaves[k].shape, scope=scope)
+            leaves[k] = dataclasses.replace(leaves[k], shape=tuple(sizes))
+        elif None in leaves[k].shape:
             raise ArgumentError(
                 f"input {_shown(at, parameters)} has a size that is not known: name it in polymorphic_shapes, "
                 '"(b, ...)" say'
@@ -208,7 +234,7 @@ def _function(
     converted = jax2tf.convert(
         flat,
         with_gradient=with_gradient,
-        polymorphic_shapes=[None, [_polymorphic(s.shape) for s in symbolic]],
+        polymorphic_shapes=[None, [_polymorphic(s.shape) for s in leaves]],
         native_serialization_platforms=("cpu",),
         native_serialization_disabled_checks=disabled_checks(),
     )
@@ -223,7 +249,7 @@ def _function(
     call.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
     specs = [
         tf.TensorSpec([d if isinstance(d, int) else None for d in s.shape], s.dtype, name)
-        for s, name in zip(symbolic, names, strict=True)
+        for s, name in zip(leaves, names, strict=True)
     ]
     return tf.function(call, input_signature=specs, jit_compile=jit_compile, autograph=False)
 
@@ -244,11 +270,23 @@ def _canonical(leaf: Any, what: str) -> Any:
     return array.astype(_dtype(array.dtype, what), copy=False)
 
 
-def _struct(leaf: Any, what: str) -> jax.ShapeDtypeStruct:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        leaf = np.asarray(leaf)
-    dtype = getattr(leaf.dtype, "as_numpy_dtype", leaf.dtype)  # TensorFlow's
-    return jax.ShapeDtypeStruct(tuple(leaf.shape), _dtype(dtype, what))
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """An input; a size is a number, a symbol or (at first) None."""
+
+    shape: tuple[Any, ...]
+    dtype: Any
+
+
+def _leaf(given: Any, what: str) -> _Leaf:
+    if not hasattr(given, "shape") or not hasattr(given, "dtype"):
+        given = np.asarray(given)
+    dtype = getattr(given.dtype, "as_numpy_dtype", given.dtype)  # TensorFlow's
+    return _Leaf(tuple(given.shape), _dtype(dtype, what))
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
 
 
 def _dtype(dtype: Any, what: str) -> Any:

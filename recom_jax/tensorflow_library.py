@@ -55,6 +55,11 @@ class TensorFlow:
     include: pathlib.Path
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """Major and minor version; () if unknown."""
+        return tuple(int(n) for n in self.version.split(".")[:2] if n.isdecimal())
+
+    @property
     def headers(self) -> list[pathlib.Path]:
         return sorted((self.include / "xla" / "ffi" / "api").glob("*.h"))
 
@@ -76,13 +81,12 @@ def find_tensorflow() -> TensorFlow:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
             break
-    numbers = tuple(int(n) for n in version.split(".")[:2] if n.isdecimal())
-    if version != "unknown" and numbers < OLDEST:
+    found = TensorFlow(version, pathlib.Path(folders[0]) / "include")
+    if found.numbers and found.numbers < OLDEST:
         raise TensorFlowError(
             f"TensorFlow {version} is too old; its XLA cannot run the custom call. Install "
             f"{OLDEST[0]}.{OLDEST[1]}: pip install 'recom_jax[tf]'"
         )
-    found = TensorFlow(version, pathlib.Path(folders[0]) / "include")
     if not any(path.name == "ffi.h" for path in found.headers):
         raise TensorFlowError(
             f"TensorFlow {version} in {folders[0]} comes without XLA's FFI headers (include/xla/ffi/api/ffi.h); "
