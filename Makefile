@@ -15,7 +15,7 @@ SHELL := bash
 .PHONY: demo test lint format bench sanitize wheel bazel clean
 
 comma := ,
-CXX_FILES := $(wildcard csrc/*.cc csrc/*.h csrc/*.inc)
+CXX_FILES := $(wildcard csrc/*.cc csrc/*.h csrc/*.inc csrc/tensorflow/*.cc)
 CXX_TESTS := $(wildcard tests/cuda_emulation/*.cc tests/cuda_emulation/*.h)
 SOURCES := setup.py recom_jax/version.py $(CXX_FILES)
 PIP := -m pip --quiet --disable-pip-version-check

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ from multiprocessing.pool import ThreadPool
 import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError, PlatformError
 
 CSRC = pathlib.Path("csrc")
@@ -153,6 +155,19 @@ class ParallelBuildExt(build_ext):
                 ) from problem
 
 
+class WithSources(build_py):
+    """Puts the C++ sources into the package: the library for TensorFlow is built where TensorFlow is."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # the checkout's own are found
+            return
+        for path in [p for kind in ("*.cc", "*.h", "*.inc") for p in CSRC.rglob(kind)]:
+            to = pathlib.Path(self.build_lib, "recom_jax", path)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, to)
+
+
 setup(
     ext_modules=[
         Extension(
@@ -166,5 +181,5 @@ setup(
             language="c++",
         )
     ],
-    cmdclass={"build_ext": ParallelBuildExt},
+    cmdclass={"build_ext": ParallelBuildExt, "build_py": WithSources},
 )

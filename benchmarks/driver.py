@@ -30,7 +30,11 @@ def parser() -> argparse.ArgumentParser:
         "and settings, are skipped.",
         epilog=f"cases:\n{cases}\n\nthen: python -m benchmarks.report",
     )  # fmt: skip
-    p.add_argument("case", nargs="*", help="which cases (default: all that need no GPU)")
+    p.add_argument(
+        "case",
+        nargs="*",
+        help="which cases (default: all that can run without a GPU)",
+    )
     p.add_argument("--quick", action="store_true",
                    help="every line in seconds, with tiny models; the numbers mean nothing")  # fmt: skip
     p.add_argument("--out", type=pathlib.Path, help="folder of the results (default: benchmarks/results; "
@@ -147,7 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     settings = settings_of(args)
     out = (args.out or (QUICK_RESULTS if args.quick else RESULTS)).resolve()
-    names = args.case or [c.name for c in ALL if not c.gpu]
+    names = args.case or [c.name for c in ALL if not c.gpu and c.can_run]
+    missing = [n for n in names if not CASES[n].can_run]
+    if missing:
+        console.print(f"{missing[0]} needs {CASES[missing[0]].package}, which is not installed")
+        return 2
     todo = [n for n in names if args.force or not is_done(path_of(out, n), settings)]
     for name in names:
         if name not in todo:

@@ -1,4 +1,4 @@
-// The custom calls as XLA FFI handlers. Only ffi_handler.cc includes ffi.h (it is slow to compile).
+// The custom calls as XLA FFI handlers. Only their own files include ffi.h (it is slow to compile).
 
 #ifndef RECOM_JAX_CSRC_FFI_HANDLER_H_
 #define RECOM_JAX_CSRC_FFI_HANDLER_H_

@@ -17,6 +17,7 @@
 #include "kernels.h"
 #include "packing.h"
 #include "program.h"
+#include "string_bindings.h"
 
 namespace py = pybind11;
 
@@ -225,5 +226,6 @@ PYBIND11_MODULE(_recom, m) {
   m.def("set_stage_delay", &recom::set_stage_delay, py::arg("microseconds"),
         "Tests only: emulated staging copies sleep first.");
   bind_packing(m);
+  bind_strings(m);
   recom::bind_cuda(m);
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recom_jax import errors, ffi
+from recom_jax import errors, export, ffi, strings
 from recom_jax.api import OptimizedFunction, optimize, stats
 from recom_jax.errors import (
     ArgumentError,
@@ -13,10 +13,13 @@ from recom_jax.errors import (
     BucketError,
     DeletedError,
     EncodeError,
+    ExportError,
     LeaseError,
     OptionError,
     PlatformError,
     RecomError,
+    StringError,
+    TensorFlowError,
     TraceError,
     VerifyError,
 )
@@ -36,6 +39,7 @@ __all__ = [
     "ColumnReport",
     "DeletedError",
     "EncodeError",
+    "ExportError",
     "LeaseError",
     "OptimizedFunction",
     "OptionError",
@@ -43,11 +47,15 @@ __all__ = [
     "PlatformError",
     "RecomError",
     "Report",
+    "StringError",
+    "TensorFlowError",
     "TraceError",
     "VerifyError",
     "__version__",
     "errors",
+    "export",
     "ffi",
     "optimize",
     "stats",
+    "strings",
 ]

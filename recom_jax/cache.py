@@ -148,7 +148,7 @@ class Cache:
         assert self.folder is not None
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _check(os.fstat(fd), str(self.folder))
+            check_private(os.fstat(fd), str(self.folder))
             yield fd
         finally:
             os.close(fd)
@@ -203,7 +203,7 @@ def _text(why: BaseException) -> str:
     return (why.strerror if isinstance(why, OSError) else None) or str(why) or type(why).__name__
 
 
-def _check(found: os.stat_result, what: str) -> None:
+def check_private(found: os.stat_result, what: str) -> None:
     """Raises Unsafe unless the file is ours and only we can write it."""
     if found.st_uid != os.geteuid():
         raise Unsafe(errno.EPERM, f"{what} belongs to user {found.st_uid}, not to {os.geteuid()}")
@@ -217,7 +217,7 @@ def _read(folder: int, name: str, kind: str, key: str) -> bytes | None:
     """The entry's data; None if it is not whole, and then it is gone."""
     with _open(name, os.O_RDONLY | os.O_NONBLOCK, folder) as fd:
         found = os.fstat(fd)
-        _check(found, name)
+        check_private(found, name)
         data = _data(fd, found, kind, key)
         if data is not None:
             with contextlib.suppress(OSError):  # a read-only folder: no order of use

@@ -1,4 +1,4 @@
-"""`python -m recom_jax doctor` and `python -m recom_jax explain module:function --args ...`.
+"""`python -m recom_jax doctor`, `... explain module:function --args ...` and `... tf-library`.
 
 The exit status is 0 if all is well, 1 if something is wrong with the installation or (`--check`) a column is not
 fused, and 2 if the command line cannot be understood.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import pathlib
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -33,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m recom_jax", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | explain")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="doctor | explain | tf-library"
+    )
     look = commands.add_parser(
         "doctor", help="versions, devices, targets, cache; what is missing and what to do"
     )
@@ -53,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     explain.add_argument("--check", action="store_true", help="status 1 if a column is not fused")
     explain.set_defaults(run=_explain)
+    library = commands.add_parser(
+        "tf-library", help="path of the library for TensorFlow (tf.load_library); builds it, once"
+    )
+    library.add_argument("--out", metavar="FILE", help="copy it there, for another machine")
+    library.set_defaults(run=_tf_library)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
@@ -86,6 +95,19 @@ def _explain(args: argparse.Namespace) -> int:
             raise UsageError(f"cannot write {args.html}: {why.strerror or why}") from why
         print(f"wrote {args.html}")
     return 1 if args.check and report.num_fused < report.num_columns else 0
+
+
+def _tf_library(args: argparse.Namespace) -> int:
+    from recom_jax.tensorflow_library import tensorflow_library
+
+    path = tensorflow_library()
+    if args.out:
+        try:
+            path = pathlib.Path(shutil.copy(path, args.out))
+        except OSError as why:
+            raise UsageError(f"cannot write {args.out}: {why.strerror or why}") from why
+    print(path)
+    return 0
 
 
 def _import(where: str) -> Any:

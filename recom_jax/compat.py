@@ -6,8 +6,10 @@ here "closed" means: has ``.jaxpr``, ``.consts``, ``.eqns``.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -305,3 +307,29 @@ def enable_x64() -> bool:
 def promise_stable(target: str) -> None:
     """Lets ``jax.export`` serialize calls of a custom call target, as it does those of JAX's own stable ones."""
     _export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE.add(target)
+
+
+_TARGET_LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def stablehlo_target(version: tuple[int, ...]) -> Iterator[None]:
+    """Within it, ``jax.export`` in this thread writes modules that readers of that version of StableHLO understand.
+
+    JAX itself writes for readers four weeks older than itself, and has no parameter for it.
+    """
+    thread, hlo = threading.get_ident(), getattr(_export, "hlo")  # noqa: B009 (it has no types)
+    with _TARGET_LOCK:
+        original = hlo.get_version_from_compatibility_requirement
+
+        def target(requirement: Any) -> str:
+            usual = str(original(requirement))
+            if threading.get_ident() != thread or tuple(map(int, usual.split("."))) <= version:
+                return usual
+            return ".".join(map(str, version))
+
+        hlo.get_version_from_compatibility_requirement = target
+        try:
+            yield
+        finally:
+            hlo.get_version_from_compatibility_requirement = original

@@ -69,6 +69,18 @@ class LeaseError(RecomError, RuntimeError):
     """A lease was used twice, or none came free in time."""
 
 
+class ExportError(RecomError, RuntimeError):
+    """A model cannot be taken to TensorFlow: the library cannot be built, or is refused."""
+
+
+class TensorFlowError(ExportError, ImportError):
+    """TensorFlow is not installed, or is a version that the package does not work with."""
+
+
+class StringError(RecomError, ValueError):
+    """Strings that cannot be hashed as asked: nulls, lists that are too long, a bucket count out of range."""
+
+
 class CudaError(RecomError, RuntimeError):
     """The CUDA target lacks a library, or its compiler refused the kernel."""
 

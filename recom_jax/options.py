@@ -6,6 +6,7 @@
 ``RECOM_CACHE_DIR`` folder of compiled code (default: recom_jax in the user's cache folder); 0 or off: none
 ``RECOM_CACHE_BYTES``  how large that folder may grow (default: 268435456, 256 MiB)
 ``CUDA_HOME``, ``CUDA_PATH``  folder of a CUDA toolkit whose NVRTC is used if no installed package has one
+``CXX``  the C++ compiler of the library for TensorFlow (default: the first of c++, g++, clang++)
 
 Others have no option: the interpreter reads ``RECOM_CPU_ISA``, the tests two more (docs/options.md).
 """
@@ -114,6 +115,7 @@ class Options:
 VARIABLES = (
     "CUDA_HOME",
     "CUDA_PATH",
+    "CXX",
     "RECOM_CACHE_BYTES",
     "RECOM_CACHE_DIR",
     "RECOM_CPU_ISA",
@@ -144,6 +146,11 @@ def _integers(name: str, value: object) -> tuple[int, ...]:
     except TypeError:
         raise OptionError(f"Options.{name} is a tuple of integers, not {value!r}") from None
     return tuple(sorted(set(found)))
+
+
+def cxx_compiler() -> str:
+    """The C++ compiler that the environment names, or ""."""
+    return os.environ.get("CXX", "").strip()
 
 
 def _flag(name: str) -> bool:

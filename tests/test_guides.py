@@ -41,7 +41,7 @@ def test_examples_run(name: str) -> None:
             exec(compile(block, f"{name}.md, example {k}", "exec"), space)
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", [*GUIDES, "tensorflow"])
 def test_named_files_exist(name: str) -> None:
     for file in re.findall(
         r"`?((?:docs|recom_jax|tests|csrc|tools|examples)/[\w/.]+\w)`?", text(name)

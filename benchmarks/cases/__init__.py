@@ -1,6 +1,7 @@
 """The cases by name. `run` of each module takes a `Context` and returns a `Result`."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 
 from benchmarks.cases import (
@@ -12,6 +13,8 @@ from benchmarks.cases import (
     models,
     others,
     scaling,
+    strings,
+    tensorflow_e,
 )
 from benchmarks.context import Context
 from benchmarks.record import Result
@@ -19,13 +22,22 @@ from benchmarks.record import Result
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`minutes` is about what it takes on a quiet machine with two cores (`gpu`: it needs one)."""
+    """`minutes` is about what it takes on a quiet machine with two cores.
+
+    `gpu`: it needs one. `package`: what must be installed besides, or "".
+    """
 
     name: str
     title: str
     minutes: float
     run: Callable[[Context], Result]
     gpu: bool = False
+    package: str = ""
+
+    @property
+    def can_run(self) -> bool:
+        """Whether its package is there."""
+        return not self.package or importlib.util.find_spec(self.package) is not None
 
 
 ALL = (
@@ -38,6 +50,14 @@ ALL = (
     Case("ablation", "Model E with a rewrite left out", 3, ablation.run),
     Case("recflex", "RecFlex A, jagged bags (cut down)", 3, others.run_recflex),
     Case("criteo", "Criteo: DLRM", 2, others.run_criteo),
+    Case("strings", "Strings to ids on the host", 1, strings.run),
+    Case(
+        "tensorflow_e",
+        "Model E from raw strings, beside TensorFlow",
+        5,
+        tensorflow_e.run,
+        package="tensorflow",
+    ),
     Case("gpu_kernels", "CUDA: kernel times beside their peers", 3, gpu.run_kernels, gpu=True),
     Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
 )
