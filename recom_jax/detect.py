@@ -42,7 +42,7 @@ DTYPES = frozenset(
 )
 
 
-DEEPEST = 100  # operations inside one another
+DEEPEST = 150  # operations inside one another
 
 
 class Refuse(Exception):
