@@ -341,7 +341,12 @@ def test_markers_change_nothing() -> None:
         return (h**2).sum()
 
     x = jnp.arange(4.0)
-    transforms = (jax.jit, jax.grad, lambda g: jax.jit(jax.grad(g)), jax.hessian)
+    transforms = (
+        jax.jit,
+        jax.grad,
+        lambda g: jax.jit(jax.grad(g)),
+        lambda g: jax.jit(jax.hessian(g)),
+    )
     for make in transforms:
         plain, marked = (make(lambda v, m=m: f(v, m)) for m in (False, True))
         np.testing.assert_array_equal(plain(x), marked(x))
