@@ -22,13 +22,24 @@ Batch = dict[str, Any]
 
 @recom_jax.optimize
 def look_up(tables: Sequence[jax.Array], ids: jax.Array) -> jax.Array:
-    """[B, fields, dim] from one table a field and ids [B, fields]: one fused call."""
-    return jnp.stack([jnp.take(t, ids[:, k], axis=0) for k, t in enumerate(tables)], axis=1)
+    """[B, fields, dim] from one table a field: one fused call.
+
+    Ids are [B, fields], or [B, fields, length] for bags, which are summed; -1 stands for no id.
+    """
+    if ids.ndim == 2:
+        return jnp.stack([jnp.take(t, ids[:, k], axis=0) for k, t in enumerate(tables)], axis=1)
+    bags = []
+    for k, table in enumerate(tables):
+        there = ids[:, k] >= 0
+        rows = jnp.take(table, jnp.where(there, ids[:, k], 0), axis=0)
+        bags.append(jnp.where(there[..., None], rows, 0).sum(1))
+    return jnp.stack(bags, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class ClickModel:
-    """What both models share. A batch: `{"label": [B], "dense": [B, D] float32, "ids": [B, F] int32}`.
+    """What both models share. A batch: `{"label": [B], "dense": [B, D] float32, "ids": [B, F] int32}`, or ids
+    [B, F, L] for bags, -1 where there is none.
 
     Attributes:
       rows: table sizes, one a field.
@@ -87,10 +98,11 @@ class ClickModel:
 
     def update(self, state: State, d_layers: Any, d_rows: jax.Array, ids: jax.Array) -> State:
         """SGD or Adagrad on the layers and on the rows that were read."""
-        fields = range(len(self.rows))
+        spread = [self.spread(ids[:, k], d_rows[:, k], n) for k, n in enumerate(self.rows)]
         if self.optimizer == "sgd":
             tables = [
-                state["tables"][k].at[ids[:, k]].add(-self.rate * d_rows[:, k]) for k in fields
+                table.at[where].add(-self.rate * grad, mode="drop")
+                for table, (where, grad) in zip(state["tables"], spread, strict=True)
             ]
             layers = jax.tree.map(lambda w, g: w - self.rate * g, state["layers"], d_layers)
             return {"tables": tables, "layers": layers}
@@ -100,9 +112,9 @@ class ClickModel:
             lambda w, g, s: w - self.rate * g / jnp.sqrt(s), state["layers"], d_layers, sums
         )
         tables, table_sums = [], []
-        for k in fields:
-            table, rows = state["tables"][k], self.rows[k]
-            where, grad = combine(ids[:, k], d_rows[:, k], rows)
+        for k, (all_ids, grads) in enumerate(spread):
+            table = state["tables"][k]
+            where, grad = combine(all_ids, grads, self.rows[k])
             total = squares["tables"][k].at[where].add(grad * grad, mode="drop")
             scale = jax.lax.rsqrt(total.at[where].get(mode="fill", fill_value=1.0))
             tables.append(table.at[where].add(-self.rate * grad * scale, mode="drop"))
@@ -112,6 +124,13 @@ class ClickModel:
             "layers": layers,
             "squares": {"tables": table_sums, "layers": sums},
         }
+
+    def spread(self, ids: jax.Array, grad: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+        """Ids [N] and gradients [N, dim] of the rows read from one table; no id becomes the id `rows`."""
+        if ids.ndim == 1:
+            return ids, grad
+        flat = jnp.where(ids < 0, rows, ids).reshape(-1)
+        return flat, jnp.broadcast_to(grad[:, None], (*ids.shape, self.dim)).reshape(-1, self.dim)
 
 
 def combine(ids: jax.Array, grads: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:

@@ -79,7 +79,7 @@ def test_arrow_types_without_numbers(kind: Any) -> None:
 TABLE: dict[str, Any] = {
     "x": ["I1", ("fill_null", {"value": 0.5}), ("logit", 1e-3)],
     "C1": {"input": "C1", "ops": [{"op": "firstx", "n": 2}, ["sigrid_hash", 1, 1000]]},
-    "padded": ["C1", ("pad", 2)],
+    "padded": ["@C1", ("pad", 2)],
     "raw": "I1",
     "shared": {"input": ["C1", "C2"], "ops": ["id_overlap_count"]},
 }
@@ -113,7 +113,8 @@ def test_program() -> None:
         ({"a": ["I1", "no_such"]}, "no operator is named 'no_such'"),
         ({"a": ["I1", ("clamp", 1)]}, "clamp: missing a required argument"),
         ({"a": ["I1", ("clamp", {"low": 1})]}, "clamp"),
-        ({"a": ["b", "log1p"], "b": ["a", "log1p"]}, "need each other"),
+        ({"a": ["@b", "log1p"], "b": ["@a", "log1p"]}, "need each other"),
+        ({"a": ["@c", "log1p"]}, "no output has that name"),
         ({"a": {"in": "x"}}, "input and ops"),
         ({"a": {"input": ["x", "y"]}}, "no operator that joins"),
         ({"a": 5}, "not 5"),

@@ -236,7 +236,10 @@ def _filled(x: Any, value: float, nan: bool) -> Any:
     if jnp.issubdtype(values.dtype, jnp.integer):
         fill = values.dtype.type(exact("fill_null", value, values.dtype))
     if valid is not None:
-        values = jnp.where(valid, values, fill).astype(values.dtype)
+        there = jnp.reshape(
+            jnp.asarray(valid), (*np.shape(valid), *(1,) * (values.ndim - np.ndim(valid)))
+        )
+        values = jnp.where(there, values, fill).astype(values.dtype)
     if nan and not is_integer(values):
         values = jnp.where(jnp.isnan(values), fill, values).astype(values.dtype)
     return values

@@ -91,8 +91,9 @@ def program(table: Mapping[str, Any], *, schema: Any = None) -> Program:
     Args:
       table: output name -> a raw column's name (taken as it is), or ``[input, op, op, ...]``, or
         ``{"input": name or names, "ops": [op, ...]}``. An op is a name, ``(name, argument, ...)``,
-        ``(name, {parameter: value})`` or ``{"op": name, parameter: value, ...}``. An input is a raw column or another
-        output of the table (wherever it stands). Operators of several columns take all inputs and come first.
+        ``(name, {parameter: value})`` or ``{"op": name, parameter: value, ...}``. An input is a raw column, or
+        ``"@NAME"``: another output of the table, wherever it stands. Operators of several columns take all inputs and
+        come first.
       schema: a pyarrow schema (or names); then every raw column must be in it.
 
     Raises:
@@ -106,13 +107,12 @@ def program(table: Mapping[str, Any], *, schema: Any = None) -> Program:
     open_: list[str] = []
 
     def source(name: str, asked_by: str) -> str:
-        # An output may have the name of the raw column it is made of: then the column is meant.
-        if (
-            name in specs
-            and name != asked_by
-            and not (name in open_ and _reads_itself(specs[name], name))
-        ):
-            return make(name)
+        if name.startswith("@"):
+            if name[1:] not in specs:
+                raise PreprocessError(
+                    f"output {asked_by!r} reads {name!r}, but no output has that name"
+                )
+            return make(name[1:])
         if columns is not None and name not in columns:
             raise PreprocessError(
                 f"output {asked_by!r} reads column {name!r}; the schema has {columns}"
@@ -144,10 +144,6 @@ def program(table: Mapping[str, Any], *, schema: Any = None) -> Program:
     for name in specs:
         make(name)
     return Program(tuple(steps), tuple((n, outputs[n]) for n in specs), tuple(inputs))
-
-
-def _reads_itself(spec: Any, name: str) -> bool:
-    return name in spec[0]
 
 
 _Ops = list[tuple[str, tuple[tuple[str, Any], ...]]]
