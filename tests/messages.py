@@ -11,7 +11,8 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "recom_jax"
 LEFT_OUT = ("cli.py", "argspec.py", "doctor.py", "verify.py", "cuda")
 RAISED = (
     "ArgumentError", "BatchError", "BatchTypeError", "BindError", "BindTypeError", "DeletedError", "EncodeError",
-    "LeaseError", "OptionError", "PlatformError", "Refuse", "Unsafe", "MismatchError",
+    "LeaseError", "OptionError", "PipelineError", "PlatformError", "PreprocessError", "PreprocessTypeError", "Refuse",
+    "Unsafe", "MismatchError",
 )  # fmt: skip
 WARNED = ("warn_once", "warn")
 

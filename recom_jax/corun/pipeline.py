@@ -174,6 +174,11 @@ class Pipeline:
         """The user's step."""
         return self._step(state, batch)
 
+    @property
+    def baselines(self) -> dict[str, tuple[float, ...]]:
+        """Seconds of a step in each mode and round, as `corun.measure` found them."""
+        return dict(self._baselines)
+
     def keep_baselines(self, times: dict[str, list[float]]) -> None:
         """Seconds of a step in each mode, for `report`."""
         self._baselines |= {name: tuple(values) for name, values in times.items()}

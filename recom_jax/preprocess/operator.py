@@ -37,6 +37,11 @@ def operator(columns: int = 1, check: Callable[..., None] | None = None) -> Call
         names = list(inspect.signature(body).parameters)
         signature = inspect.signature(body)
         parameters = names[columns:]
+        known = OPERATORS.get(name)
+        if known is not None and known.__module__ != body.__module__:
+            raise PreprocessError(
+                f"operator: {name!r} is there already, from {known.__module__}; choose another name"
+            )
 
         @functools.wraps(body)
         def traced(*args: Any) -> Any:
