@@ -333,3 +333,38 @@ def stablehlo_target(version: tuple[int, ...]) -> Iterator[None]:
             yield
         finally:
             hlo.get_version_from_compatibility_requirement = original
+
+
+def identity_primitive(name: str, label: str, transposed: Callable[[str], str]) -> Any:
+    """A primitive that returns its operands, with a string parameter `label`; its transpose has `transposed` of it."""
+    prim = Primitive(name)
+    prim.multiple_results = True
+    prim.def_impl(lambda *args, **_: list(args))
+    prim.def_abstract_eval(lambda *avals, **_: list(avals))
+    mlir.register_lowering(prim, lambda ctx, *args, **_: args)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        out = prim.bind(*primals, **params)
+        live = [k for k, t in enumerate(tangents) if not is_zero_tangent(t)]
+        moved = list(tangents)
+        if live:
+            for k, t in zip(live, prim.bind(*[tangents[k] for k in live], **params), strict=True):
+                moved[k] = t
+        return out, moved
+
+    def transpose(cotangents: Any, *operands: Any, **params: Any) -> Any:
+        live = [k for k, t in enumerate(cotangents) if not isinstance(t, ad.Zero)]
+        moved = list(cotangents)
+        if live:
+            params = {**params, label: transposed(params[label])}
+            for k, t in zip(live, prim.bind(*[cotangents[k] for k in live], **params), strict=True):
+                moved[k] = t
+        return moved
+
+    ad.primitive_jvps[prim] = jvp
+    ad.primitive_transposes[prim] = transpose
+    batching.primitive_batchers[prim] = lambda args, dims, **params: (
+        prim.bind(*args, **params),
+        list(dims),
+    )
+    return prim

@@ -43,7 +43,7 @@ DTYPES = frozenset(
 )
 
 
-DEEPEST = 100  # operations inside one another
+DEEPEST = 150  # operations inside one another
 SYMBOLIC = "a size that is symbolic in this trace (jax.export)"
 
 

@@ -85,6 +85,18 @@ class CudaError(RecomError, RuntimeError):
     """The CUDA target lacks a library, or its compiler refused the kernel."""
 
 
+class PreprocessError(RecomError, ValueError):
+    """A preprocessing operator was given a parameter or a column that it is not defined for."""
+
+
+class PreprocessTypeError(PreprocessError, TypeError):
+    """A preprocessing operator was given a column of a type that it is not defined for."""
+
+
+class PipelineError(RecomError, RuntimeError):
+    """A co-running pipeline cannot go on: its input, or how it is used, breaks what it promises."""
+
+
 class PlatformError(RecomError, RuntimeError):
     """The extension module is missing or does not match this installation."""
 
