@@ -36,6 +36,8 @@ class Options:
       dump_dir: folder for stage dumps; None reads ``RECOM_DUMP_DIR``.
       cache_dir: folder of compiled code, "0" or "off" for none; None reads ``RECOM_CACHE_DIR``.
       cache_bytes: how large that folder may grow; None reads ``RECOM_CACHE_BYTES``.
+      always_fuse: fuse single lookups too that XLA would join with the arithmetic on their rows (default
+        False: they stay in XLA, which is faster, and `explain` says so).
     """
 
     fast_ids: bool = False
@@ -47,6 +49,7 @@ class Options:
     dump_dir: str | None = None
     cache_dir: str | None = None
     cache_bytes: int | None = None
+    always_fuse: bool = False
 
     def __post_init__(self) -> None:
         from recom_jax.simplify import NAMES
