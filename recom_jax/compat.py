@@ -6,11 +6,13 @@ here "closed" means: has ``.jaxpr``, ``.consts``, ``.eqns``.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
@@ -108,6 +110,44 @@ def is_plain_jit(eqn: Any) -> bool:
         if any(x is not None for x in p.get(key, ())):
             return False
     return not any(p.get("donated_invars", ())) and not p.get("compiler_options_kvs", ())
+
+
+def sparse_product(eqn: Any) -> Any | None:
+    """``matrix @ table`` of a sparse matrix as a lookup and a segment sum, a closed jaxpr; None for what is none.
+
+    For ``bcoo_dot_general`` it is what JAX lowers it to, unless cuSPARSE is asked for
+    (``jax_bcoo_cusparse_lowering``). For ``bcsr_dot_general`` the CPU has a kernel: positions in front of the first
+    row's are in no row there, and ids outside the table read what lies there (here: zeros).
+    """
+    p = eqn.params
+    (left, right), (batch, _) = p["dimension_numbers"]
+    data, table = eqn.invars[0].aval, eqn.invars[-1].aval
+    plain = (tuple(left), tuple(right), tuple(batch)) == ((1,), (0,), ())
+    if not plain or len(data.shape) != 1 or len(table.shape) != 2:
+        return None
+    if getattr(jax.config, "jax_bcoo_cusparse_lowering", False):
+        return None
+    bags = p["lhs_spinfo"].shape[0]
+    make = _bcoo_product if eqn.primitive.name == "bcoo_dot_general" else _bcsr_product
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return jax.make_jaxpr(functools.partial(make, bags, p["preferred_element_type"]))(*avals)
+
+
+def _bcoo_product(bags: int, dtype: Any, data: Any, indices: Any, table: Any) -> Any:
+    rows = _weighted_rows(data, table, indices[:, 1], dtype)
+    return jnp.zeros((bags, table.shape[1]), rows.dtype).at[indices[:, 0]].add(rows)
+
+
+def _bcsr_product(bags: int, dtype: Any, data: Any, ids: Any, splits: Any, table: Any) -> Any:
+    at = jnp.arange(ids.shape[0], dtype=splits.dtype)
+    rows = _weighted_rows(data, table, ids, dtype)
+    return jax.ops.segment_sum(rows, jnp.searchsorted(splits, at, side="right") - 1, bags)
+
+
+def _weighted_rows(data: Any, table: Any, ids: Any, dtype: Any) -> Any:
+    rows = table.at[ids].get(mode="fill", fill_value=0)
+    each = (((), ()), ((0,), (0,)))
+    return jax.lax.dot_general(data, rows, each, preferred_element_type=dtype)
 
 
 _JAX_SOURCES = os.path.dirname(jax.__file__) + os.sep
