@@ -177,7 +177,7 @@ def xxhash(s: Size) -> Made:
 def splitmix(s: Size) -> Made:
     """Ids through a 64-bit finaliser of the splitmix kind (as wide as JAX's integers are)."""
     a = Arrays(s)
-    wide = bool(jax.config.read("jax_enable_x64"))
+    wide = jnp.asarray(0).dtype == np.int64
     word: Any = np.uint64 if wide else np.uint32
     steps = (30, 27, 31) if wide else (16, 13, 15)
     factors = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB) if wide else (0x21F0AAAD, 0xD35A2D97)
