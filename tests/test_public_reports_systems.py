@@ -21,6 +21,7 @@ from jax import export
 
 import recom_jax
 from tests.helpers import VERIFY, assert_same, check, table
+from tests.test_public_reports import CASES
 
 ROOT = pathlib.Path(__file__).parent.parent
 T = np.array(table(8, 4))
@@ -382,3 +383,17 @@ def test_101_only_one_module_imports_private_names() -> None:
     for path in (ROOT / "recom_jax").rglob("*.py"):
         if path.name != "compat.py":
             assert not re.search(r"^\s*(from|import) jax\._src", path.read_text(), re.M), path
+
+
+@pytest.mark.once
+def test_the_page_names_tests_that_exist() -> None:
+    page = (ROOT / "docs/public_reports.md").read_text()
+    rows = re.findall(r"^\| \[(\d+)\]\(https://\S+\) \| .+ \| .+ \| (\S+) \|$", page, re.MULTILINE)
+    assert len(rows) == page.count("| [") > 100
+    for _, test in rows:
+        if test != "-":
+            file, name = test.strip("`").split("::")
+            assert f"def {name}(" in (ROOT / file).read_text(), test
+    tried = {int(n) for name in CASES for n in re.match(r"[\d ]+", name)[0].split()}
+    listed = {int(n) for n, test in rows if test.endswith("test_public_reports.py::test_report`")}
+    assert tried >= listed
