@@ -8,6 +8,7 @@ from benchmarks.cases import (
     columns_e,
     first_result,
     gpu,
+    idioms,
     micro,
     models,
     others,
@@ -38,6 +39,7 @@ ALL = (
     Case("ablation", "Model E with a rewrite left out", 3, ablation.run),
     Case("recflex", "RecFlex A, jagged bags (cut down)", 3, others.run_recflex),
     Case("criteo", "Criteo: DLRM", 2, others.run_criteo),
+    Case("idioms", "Every idiom against plain jit", 5, idioms.run),
     Case("gpu_kernels", "CUDA: kernel times beside their peers", 3, gpu.run_kernels, gpu=True),
     Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
 )
