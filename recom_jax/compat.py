@@ -6,7 +6,6 @@ here "closed" means: has ``.jaxpr``, ``.consts``, ``.eqns``.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -113,11 +112,9 @@ def is_plain_jit(eqn: Any) -> bool:
 
 
 def sparse_product(eqn: Any) -> Any | None:
-    """``matrix @ table`` of a sparse matrix as a lookup and a segment sum, a closed jaxpr; None for what is none.
+    """``matrix @ table`` of ``bcoo_dot_general`` as the lookup and scatter that JAX lowers it to, a closed jaxpr.
 
-    For ``bcoo_dot_general`` it is what JAX lowers it to, unless cuSPARSE is asked for
-    (``jax_bcoo_cusparse_lowering``). For ``bcsr_dot_general`` the CPU has a kernel: positions in front of the first
-    row's are in no row there, and ids outside the table read what lies there (here: zeros).
+    None for what is no such product, and where cuSPARSE is asked for (``jax_bcoo_cusparse_lowering``).
     """
     p = eqn.params
     (left, right), (batch, _) = p["dimension_numbers"]
@@ -127,27 +124,16 @@ def sparse_product(eqn: Any) -> Any | None:
         return None
     if getattr(jax.config, "jax_bcoo_cusparse_lowering", False):
         return None
-    bags = p["lhs_spinfo"].shape[0]
-    make = _bcoo_product if eqn.primitive.name == "bcoo_dot_general" else _bcsr_product
+    bags, dtype = p["lhs_spinfo"].shape[0], p["preferred_element_type"]
+
+    def product(data: Any, indices: Any, table: Any) -> Any:
+        rows = table.at[indices[:, 1]].get(mode="fill", fill_value=0)
+        each = (((), ()), ((0,), (0,)))
+        rows = jax.lax.dot_general(data, rows, each, preferred_element_type=dtype)
+        return jnp.zeros((bags, table.shape[1]), rows.dtype).at[indices[:, 0]].add(rows)
+
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    return jax.make_jaxpr(functools.partial(make, bags, p["preferred_element_type"]))(*avals)
-
-
-def _bcoo_product(bags: int, dtype: Any, data: Any, indices: Any, table: Any) -> Any:
-    rows = _weighted_rows(data, table, indices[:, 1], dtype)
-    return jnp.zeros((bags, table.shape[1]), rows.dtype).at[indices[:, 0]].add(rows)
-
-
-def _bcsr_product(bags: int, dtype: Any, data: Any, ids: Any, splits: Any, table: Any) -> Any:
-    at = jnp.arange(ids.shape[0], dtype=splits.dtype)
-    rows = _weighted_rows(data, table, ids, dtype)
-    return jax.ops.segment_sum(rows, jnp.searchsorted(splits, at, side="right") - 1, bags)
-
-
-def _weighted_rows(data: Any, table: Any, ids: Any, dtype: Any) -> Any:
-    rows = table.at[ids].get(mode="fill", fill_value=0)
-    each = (((), ()), ((0,), (0,)))
-    return jax.lax.dot_general(data, rows, each, preferred_element_type=dtype)
+    return jax.make_jaxpr(product)(*avals)
 
 
 _JAX_SOURCES = os.path.dirname(jax.__file__) + os.sep

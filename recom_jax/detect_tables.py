@@ -19,6 +19,7 @@ from recom_jax.detect_search import gather_of_unique, repeated_arange
 from recom_jax.shape_solver.dims import DimLike
 from recom_jax.trace import SPARSE
 
+_OWN_KERNEL = "JAX multiplies compressed rows (BCSR) by a kernel of its own"
 _NOT_ROWS = "the table is not read along its rows"
 
 # (name, dtype, constant arguments) applied to the looked-up rows, innermost first.
@@ -333,7 +334,8 @@ def refused_read(d: Detector, eqn: Any, reason: str | None) -> None:
     elif eqn.primitive.name in SPARSE:
         found = base_table(d, eqn.invars[-1])
         if found is not None:
-            why = reason or "a product with a batch of sparse matrices, or with a computed table"
+            own = eqn.primitive.name == "bcsr_dot_general"
+            why = _OWN_KERNEL if own else "a product with a batch of sparse matrices"
             d.reads.append(Read(found[0], eqn, None, why))
     elif reason is not None and eqn.primitive.name == "dot_general":
         found = base_table(d, eqn.invars[1])

@@ -1,8 +1,8 @@
 """Stage 1: a Python function -> one flat jaxpr.
 
 Calls that only structure a program (jit, and remat bodies that read a table) are inlined, so that a column
-that crosses them is seen whole; a product of a sparse matrix and a table becomes the lookup and segment sum that
-it is. What is recognised as one operation (`jnp.digitize`, `jnp.searchsorted`)
+that crosses them is seen whole; a product of a sparse matrix and a table becomes the lookup and scatter that it
+is. What is recognised as one operation (`jnp.digitize`, `jnp.searchsorted`)
 stays a call: see `templates.py`. custom_jvp and custom_vjp calls stay: their rules belong to them.
 """
 
@@ -50,8 +50,8 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], arg_names: Sequence[str])
 
 def flatten(closed: Any) -> Any:
     """Inlines calls and removes dead equations. The result computes the same, equation by equation."""
+    flat = _Inliner()
     jaxpr = compat.open_jaxpr(closed)
-    flat = _Inliner(frozenset(map(id, (*jaxpr.invars, *jaxpr.constvars))))
     env: dict[Any, Any] = {}
     flat.run(jaxpr, env)
     outvars = [env.get(v, v) if not isinstance(v, compat.Literal) else v for v in jaxpr.outvars]
@@ -78,8 +78,7 @@ def live(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
 
 
 class _Inliner:
-    def __init__(self, inputs: frozenset[int]) -> None:
-        self.inputs = inputs
+    def __init__(self) -> None:
         self.eqns: list[Any] = []
         self.constvars: list[Any] = []
         self.consts: list[Any] = []
@@ -106,10 +105,10 @@ class _Inliner:
             return self.reads_table(compat.inner_jaxpr(eqn))
         return False
 
-    def inlined(self, eqn: Any, invars: Sequence[Any]) -> Any | None:
+    def inlined(self, eqn: Any) -> Any | None:
         """The body to put in an equation's place, None to leave the equation."""
-        if eqn.primitive.name in SPARSE:
-            return compat.sparse_product(eqn) if id(invars[-1]) in self.inputs else None
+        if eqn.primitive.name == SPARSE[0]:
+            return compat.sparse_product(eqn)
         if not self.inlines(eqn):
             return None
         if eqn.primitive.name == "recom_fused":
@@ -140,9 +139,9 @@ class _Inliner:
         literal = compat.Literal
         for eqn in jaxpr.eqns:
             invars = [v if isinstance(v, literal) else env.get(v, v) for v in eqn.invars]
-            inner = self.inlined(eqn, invars)
+            inner = self.inlined(eqn)
             if inner is not None:
-                sparse = eqn.primitive.name in SPARSE
+                sparse = eqn.primitive.name == SPARSE[0]
                 body = compat.open_jaxpr(inner)
                 scope: dict[Any, Any] = dict(zip(body.invars, invars, strict=True))
                 for var, value in zip(body.constvars, inner.consts, strict=True):
