@@ -142,6 +142,8 @@ class OptimizedFunction:
     # ---- tracing ------------------------------------------------------------------------------------------
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
+        if not compat.tracing():  # jax_disable_jit, or JAX looks for the operation that made a NaN
+            return self._fn(*args, **kwargs)
         call = self._signature.split(args, kwargs)
         compiled = self._compile(call)
         outs = compat.jaxpr_as_fun(compiled.jaxpr)(*call.leaves)

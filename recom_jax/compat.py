@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -112,6 +113,31 @@ def is_plain_jit(eqn: Any) -> bool:
         if any(x is not None for x in p.get(key, ())):
             return False
     return not any(p.get("donated_invars", ())) and not p.get("compiler_options_kvs", ())
+
+
+def sparse_product(eqn: Any) -> Any | None:
+    """``matrix @ table`` of ``bcoo_dot_general`` as the lookup and scatter that JAX lowers it to, a closed jaxpr.
+
+    None for what is no such product, and where cuSPARSE is asked for (``jax_bcoo_cusparse_lowering``).
+    """
+    p = eqn.params
+    (left, right), (batch, _) = p["dimension_numbers"]
+    data, table = eqn.invars[0].aval, eqn.invars[-1].aval
+    plain = (tuple(left), tuple(right), tuple(batch)) == ((1,), (0,), ())
+    if not plain or len(data.shape) != 1 or len(table.shape) != 2:
+        return None
+    if getattr(jax.config, "jax_bcoo_cusparse_lowering", False):
+        return None
+    bags, dtype = p["lhs_spinfo"].shape[0], p["preferred_element_type"]
+
+    def product(data: Any, indices: Any, table: Any) -> Any:
+        rows = table.at[indices[:, 1]].get(mode="fill", fill_value=0)
+        each = (((), ()), ((0,), (0,)))
+        rows = jax.lax.dot_general(data, rows, each, preferred_element_type=dtype)
+        return jnp.zeros((bags, table.shape[1]), rows.dtype).at[indices[:, 0]].add(rows)
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return jax.make_jaxpr(product)(*avals)
 
 
 _JAX_SOURCES = os.path.dirname(jax.__file__) + os.sep

@@ -18,6 +18,10 @@ from recom_jax.detect_rules import convert
 from recom_jax.detect_search import gather_of_unique, repeated_arange
 from recom_jax.detect_symbolic import sliced
 from recom_jax.shape_solver.dims import DimLike
+from recom_jax.trace import SPARSE
+
+_OWN_KERNEL = "JAX multiplies compressed rows (BCSR) by a kernel of its own"
+_NOT_ROWS = "the table is not read along its rows"
 
 # (name, dtype, constant arguments) applied to the looked-up rows, innermost first.
 Chain = tuple[ir.Expr, ...]
@@ -174,7 +178,7 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
         raise Refuse("a rank-3 table that is not read along a batch of tables")
     row_axis = len(shape_t) - 2
     if row_axis not in dims.start_index_map:
-        raise Refuse("the table is not read along its rows")
+        raise Refuse(_NOT_ROWS)
     if sizes[row_axis] != 1:
         raise Refuse("a gather of several rows at once")
     if sizes[-1] != shape_t[-1] and len(shape_t) == 3:
@@ -327,12 +331,18 @@ def refused_read(d: Detector, eqn: Any, reason: str | None) -> None:
         symbolic = any(map(compat.is_symbolic, eqn.invars[0].aval.shape))
         if found is not None and symbolic and _fixed(d, eqn.invars[1]):
             return  # a slice of a feature: no table is read
-        if found is not None:
+        if found is not None and reason != _NOT_ROWS:
             d.reads.append(
                 Read(found[0], eqn, None, reason or "this form of read is not understood")
             )
         else:
             _other_read(d, eqn)
+    elif eqn.primitive.name in SPARSE:
+        found = base_table(d, eqn.invars[-1])
+        if found is not None:
+            own = eqn.primitive.name == "bcsr_dot_general"
+            why = _OWN_KERNEL if own else "a product with a batch of sparse matrices"
+            d.reads.append(Read(found[0], eqn, None, why))
     elif reason is not None and eqn.primitive.name == "dot_general":
         found = base_table(d, eqn.invars[1])
         if found is not None and "one-hot" in reason:

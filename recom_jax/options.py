@@ -43,6 +43,8 @@ class Options:
         is proven: `BucketError` else.
       batch_argnums: positions of the arguments whose arrays have the batch as axis 0. Default: the last argument that
         holds arrays; of a server, all that are not bound.
+      always_fuse: fuse single lookups too that XLA would join with the arithmetic on their rows (default
+        False: they stay in XLA, which is faster, and `explain` says so).
     """
 
     fast_ids: bool = False
@@ -56,6 +58,7 @@ class Options:
     cache_bytes: int | None = None
     batch_buckets: tuple[int, ...] = ()
     batch_argnums: tuple[int, ...] = ()
+    always_fuse: bool = False
 
     def __post_init__(self) -> None:
         from recom_jax.simplify import NAMES

@@ -10,6 +10,7 @@ from benchmarks.cases import (
     corun,
     first_result,
     gpu,
+    idioms,
     micro,
     models,
     others,
@@ -60,6 +61,7 @@ ALL = (
         package="tensorflow",
     ),
     Case("corun", "RAP: preprocessing beside training", 8, corun.run),
+    Case("idioms", "Every idiom against plain jit", 5, idioms.run),
     Case("gpu_kernels", "CUDA: kernel times beside their peers", 3, gpu.run_kernels, gpu=True),
     Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
 )
