@@ -11,8 +11,8 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "recom_jax"
 LEFT_OUT = ("cli.py", "argspec.py", "doctor.py", "verify.py", "cuda")
 RAISED = (
     "ArgumentError", "BatchError", "BatchTypeError", "BindError", "BindTypeError", "DeletedError", "EncodeError",
-    "BucketError", "LeaseError", "OptionError", "PipelineError", "PlatformError", "PreprocessError", "PreprocessTypeError",
-    "Refuse", "Unsafe", "MismatchError", "StringError", "ExportError", "TensorFlowError",
+    "BucketError", "LeaseError", "OptionError", "PipelineError", "PlatformError", "PreprocessError",
+    "PreprocessTypeError", "Refuse", "Unsafe", "MismatchError", "StringError", "ExportError", "TensorFlowError",
 )  # fmt: skip
 WARNED = ("warn_once", "warn")
 
