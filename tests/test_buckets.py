@@ -225,7 +225,7 @@ def batch_of(n: int) -> Any:
     return {"i": ids(n, 3), "k": np.arange(n, dtype=np.int8), "x": floats(n)}
 
 
-@pytest.mark.parametrize("n", [0, 1, 5, 8, 13, 33])
+@pytest.mark.parametrize("n", [0, 1, 8, 33])
 def test_results_of_every_kind(n: int) -> None:
     """Rows along any axis, several rows a sample, none; numpy and device arrays; keywords and scalars."""
     fn = recom_jax.optimize(everything, options=dataclasses.replace(OPTIONS, batch_argnums=(1,)))
