@@ -274,6 +274,18 @@ def test_servers(compiled: list[str]) -> None:
     assert_same(server(*views), two(TABLE, ids(5, 3), floats(5, 3)), 1e-4)
 
 
+def test_random_keys_are_rows_too() -> None:
+    """A batch of keys: rows as any other, though numpy has no such type."""
+
+    def model(t: Any, keys: Any) -> Any:
+        return t[:3].sum(0) + jnp.zeros(keys.shape)[:, None], keys
+
+    fn = recom_jax.optimize(model, options=OPTIONS)
+    keys = jax.random.split(jax.random.key(1), 5)
+    rows, out = fn(TABLE, keys)
+    assert rows.shape == (5, 8) and (jax.random.key_data(out) == jax.random.key_data(keys)).all()
+
+
 def test_threads() -> None:
     fn = recom_jax.optimize(lambda t, i: t[i].sum(1), options=OPTIONS)
     wrong: list[Any] = []

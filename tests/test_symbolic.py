@@ -269,6 +269,9 @@ def test_tables_of_symbolic_size_stay_in_xla() -> None:
     specs = spec("v, 8", F32), spec("b")
     (column,) = model.explain(*specs).columns
     assert (column.status, column.reason) == ("xla", "a table of symbolic size")
+    hot = recom_jax.optimize(lambda t, i: jax.nn.one_hot(i, t.shape[0]) @ t, options=VERIFY)
+    (column,) = hot.explain(*specs).columns
+    assert column.reason == "a one-hot product with a table of symbolic size"
     exported = export(model, *specs)
     for rows in (1, 50):
         assert_same(exported.call(TABLE[:rows], odd(4)), TABLE[:rows][odd(4)])
