@@ -18,7 +18,10 @@ import numpy as np
 import pytest
 
 import recom_jax
+from examples import criteo, recom_models
 from recom_jax import compat
+from recom_jax.cuda import nvrtc
+from recom_jax.errors import CudaError
 from recom_jax.shape_solver.dims import evaluate
 from recom_jax.shape_solver.unify import Unifier
 from recom_jax.symbolic import Sizes
@@ -250,6 +253,26 @@ def test_random_models(seed: int, symbolic: bool) -> None:
         assert_same(exported.call(model.params, b), plain.call(model.params, b), tolerance)
 
 
+@pytest.mark.parametrize("name", ["model E", "Criteo"])
+def test_example_models(name: str) -> None:
+    if name == "model E":
+        kind: Any = recom_models.model_e(large_rows=32, scale=0.004)
+    else:
+        kind = criteo.Dlrm(vocabulary=50, dim=8, bottom=(16,), top=(16,), hash_in_model=True)
+    params = kind.init(0)
+    specs = (
+        jax.tree.map(lambda x: Struct(x.shape, x.dtype), params),
+        {k: Struct((dim("b")[0], *x.shape[1:]), x.dtype) for k, x in kind.batch(3).items()},
+    )
+    model = recom_jax.optimize(kind.forward, options=VERIFY)
+    report = model.explain(*specs)
+    assert report.num_fused == report.num_columns > 0 and report.num_custom_calls == 1, report
+    again = jax.export.deserialize(export(model, *specs).serialize())
+    plain = export(kind.forward, *specs)
+    batch = kind.batch(7, seed=1)
+    assert_same(again.call(params, batch), plain.call(params, batch), 1e-5)
+
+
 def test_the_checks_of_sizes_are_jax_s() -> None:
     """Sizes that do not fit: the same exception and text as plain JAX, zero of a plain variable included."""
     fn = CASES["weighted"].fn
@@ -339,6 +362,13 @@ def test_vmap_of_symbolic_sizes() -> None:
     assert_same(exported.call(*args), jax.vmap(masked_mean, in_axes=(None, 0))(*args), SUM)
 
 
+def has_nvrtc() -> bool:
+    try:
+        return nvrtc.version() > (0, 0)
+    except CudaError:
+        return False
+
+
 def test_two_platforms_from_a_machine_without_a_gpu() -> None:
     """What the CUDA half is depends on whether NVRTC is installed; the CPU half runs here."""
     specs = Struct(TABLE.shape, F32), spec("b, l")
@@ -347,6 +377,8 @@ def test_two_platforms_from_a_machine_without_a_gpu() -> None:
         exported = export(
             recom_jax.optimize(masked_mean, options=VERIFY), *specs, platforms=("cpu", "cuda")
         )
+    fused = exported.mlir_module().count("custom_call @recom_fused_v1")
+    assert fused == 1 + has_nvrtc()
     again = jax.export.deserialize(exported.serialize())
     assert again.platforms == ("cpu", "cuda")
     for shape in ((1, 2), (6, 5)):
