@@ -94,6 +94,7 @@ ROWWISE: dict[str, tuple[Callable[..., Any], Any]] = {
     "a loop": (while_rows, (0, 1)),
     "a branch": (lambda t, i: jax.lax.cond(t[0, 0] > 0, lambda: t[i], lambda: -t[i]), (0, 1)),
     "padding": (lambda t, i: jnp.pad(t[i], ((0, 0), (1, 0), (0, 0))), (0, 1)),
+    "bits": (lambda t, i: jax.lax.bitcast_convert_type(t[i], jnp.uint8), (0, 1)),
     "of the table alone": (lambda t, i: t.sum(0), None),
 }
 MIXED: dict[str, tuple[Callable[..., Any], str]] = {

@@ -482,4 +482,8 @@ def test_proofs_hold_for_all_sizes() -> None:
     assert found.never_negative(b * n - 3) and not found.never_negative(b * n - 4)
     assert not found.never_negative(b - n) and found.never_negative(5)
     unifier = found.unifier
+    other = unifier.fresh("n", unifier.value(b))
+    unifier.unify(b, other)  # the example says so, which proves nothing
+    unifier.unify(b, unifier.value(b))
+    assert unifier.resolve(b) == b and unifier.resolve(other) == other
     assert unifier.known(b) == b and not compat.is_symbolic(unifier.known(b - b + 4))
