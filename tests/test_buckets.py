@@ -211,6 +211,41 @@ def test_programs_of_all_sizes_are_one() -> None:
     assert recom_jax.stats()["programs_prepared"] == before
 
 
+ONE_PROGRAM: dict[str, Callable[..., Any]] = {
+    "bags": lambda t, b: t[b["i"]].mean(1),
+    "flat and back": lambda t, b: t[b["i"].reshape(-1)].reshape(*b["i"].shape, 8).sum(1),
+    "one more axis": lambda t, b: t[b["k"]][:, None].reshape(-1, 8).T,
+    "stack": lambda t, b: jnp.stack([t[b["k"]], t[b["i"][:, 0]]], 1).reshape(-1, 16),
+    "segments": lambda t, b: jax.ops.segment_sum(t[b["v"]], b["v"], b["k"].shape[0]),
+    "lengths": lambda t, b: jax.ops.segment_sum(
+        t[b["v"]],
+        jnp.repeat(jnp.arange(b["k"].shape[0]), b["n"], total_repeat_length=9),
+        b["k"].shape[0],
+    ),
+    "column of a matrix": lambda t, b: (
+        t[jnp.digitize(b["x"][:, 1], jnp.asarray([3.0, 1.0, 0.0]))].T
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_PROGRAM)
+def test_one_row_is_a_batch_as_any(name: str) -> None:
+    fn = recom_jax.optimize(ONE_PROGRAM[name], options=VERIFY)
+    made = set()
+    for n in (7, 1, 33, 3, 8):
+        batch = {
+            "i": ids(n, 3),
+            "k": ids(n),
+            "v": ids(9),
+            "n": np.full(n, 2, np.int32),
+            "x": floats(n, 2),
+        }
+        made.add(str(fn.explain(TABLE, batch).programs))
+        if n < 4:
+            assert_same(fn(TABLE, batch), jax.jit(ONE_PROGRAM[name])(TABLE, batch), 1e-4)
+    assert len(made) == 1
+
+
 def everything(t: Any, batch: Any, scale: Any = 1.0) -> Any:
     rows = t[batch["i"]]
     return {
