@@ -45,13 +45,16 @@ class _Call:
       whole: with what is bound in front, without leaves.
       tree: of the call's own arguments. static: of those, position (or name) -> value.
       batched: of each own leaf, whether axis 0 is the batch.
+      sizes: of those, the sizes found. types: shape (without the batch), dtype and `batched` of each leaf.
     """
 
     whole: Arguments
     tree: Any
     static: tuple[tuple[int | str, Any], ...]
     leaves: Sequence[Any]
-    batched: tuple[bool, ...]
+    batched: Sequence[bool]
+    sizes: frozenset[int]
+    types: tuple[Any, ...]
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Its own arguments with other leaves."""
@@ -82,7 +85,7 @@ class Buckets:
         self._bound, self._whole, self._offset = tuple(bound), whole, offset
         self._structures: dict[Any, tuple[Arguments, tuple[bool, ...]]] = {}
         self._plans: dict[Any, Plan] = {}
-        self._checked: set[Any] = set()
+        self._checked: dict[Any, None] = {}
         self._lock = threading.Lock()
 
     def call(self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -92,18 +95,16 @@ class Buckets:
           BucketError (a ValueError): the arrays have no common batch size, or a result mixes rows.
         """
         call = self._split(args, kwargs)
-        try:
-            size = self._size(call)
-        except BucketError:
-            self.signature.split(
-                self._whole(args), kwargs
-            )  # a leaf that is no array is the better reason
-            raise
-        key = self._key(call)
+        if len(call.sizes) != 1:
+            self.signature.split(self._whole(args), kwargs)  # a leaf that is no array is the reason
+            raise self._sizes_differ(call)
+        (size,) = call.sizes
+        key = call.tree, call.static, call.types, compat.enable_x64()
         plan = self._plan(call, key)
         if size < 2 and (key, size) not in self._checked:
             self._check(call, plan, size)
-            self._checked.add((key, size))
+            with self._lock:
+                _remember(self._checked, (key, size), None)
         bucket = self.bucket(size)
         if bucket == size:
             return run(*args, **kwargs)
@@ -149,8 +150,22 @@ class Buckets:
             with self._lock:
                 _remember(self._structures, key, found)
         whole, wanted = found
-        batched = tuple(w and np.ndim(x) > 0 for w, x in zip(wanted, leaves, strict=True))
-        return _Call(whole, tree, tuple(static), leaves, batched)
+        batched, sizes, types = [], set(), []
+        for w, x in zip(
+            wanted, leaves, strict=True
+        ):  # the one loop over leaves of a call that is known
+            shape = getattr(x, "shape", ())
+            if w and shape:
+                sizes.add(shape[0])
+                shape = shape[1:]
+            else:
+                w = False
+            batched.append(w)
+            if type(x) is np.ndarray:
+                types.append((shape, x.dtype, w))
+            else:
+                types.append((shape, *_type(x), w))
+        return _Call(whole, tree, tuple(static), leaves, batched, frozenset(sizes), tuple(types))
 
     def _wanted(self, whole: Arguments) -> tuple[bool, ...]:
         """Of each own leaf, whether it is in a batch argument."""
@@ -168,33 +183,24 @@ class Buckets:
             raise BucketError(f"Options.batch_argnums = {argnums} names an argument that is bound")
         return tuple(p in wanted for p in places[n:])
 
-    def _size(self, call: _Call) -> int:
+    def _sizes_differ(self, call: _Call) -> BucketError:
         found: dict[int, str] = {}
         names = call.whole.names[len(self._bound) :]
         for name, x, b in zip(names, call.leaves, call.batched, strict=True):
             if b:
-                found.setdefault(int(np.shape(x)[0]), name)
+                found.setdefault(int(x.shape[0]), name)
         if not found:
-            raise BucketError(
+            return BucketError(
                 f"Options.batch_buckets: {self.signature.name} has no arrays in its batch argument; "
                 "Options.batch_argnums says which it is"
             )
-        if len(found) > 1:
-            (n, a), (m, b_) = list(found.items())[:2]
-            raise BucketError(
-                f"Options.batch_buckets: argument {a} of {self.signature.name} has {n} rows and argument {b_} has {m}. "
-                "All arrays of the batch have one size; pass others in arguments that Options.batch_argnums leaves out"
-            )
-        return next(iter(found))
+        (n, a), (m, b_) = list(found.items())[:2]
+        return BucketError(
+            f"Options.batch_buckets: argument {a} of {self.signature.name} has {n} rows and argument {b_} has {m}. "
+            "All arrays of the batch have one size; pass others in arguments that Options.batch_argnums leaves out"
+        )
 
     # ---- proofs ----------------------------------------------------------------------------------------------------
-
-    def _key(self, call: _Call) -> Any:
-        types = tuple(
-            (np.shape(x)[1:] if b else np.shape(x), _type(x))
-            for x, b in zip(call.leaves, call.batched, strict=True)
-        )
-        return call.tree, call.static, types, compat.enable_x64()
 
     def _plan(self, call: _Call, key: Any) -> Plan:
         with self._lock:
@@ -312,5 +318,7 @@ def _cut(x: Any, rows: rowwise.Rows | None, size: int) -> Any:
 
 
 def _on_host(x: Any) -> bool:
+    if not isinstance(getattr(x, "dtype", None), np.dtype):
+        return False  # keys of random numbers: numpy does not know them
     devices = x.devices() if isinstance(x, jax.Array) else ()
     return all(d.platform == "cpu" for d in devices) and len(devices) == 1

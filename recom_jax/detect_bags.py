@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from recom_jax import ir
+from recom_jax import compat, ir
 from recom_jax.detect import Detector, Refuse, Rule, Shape, Val, dtype_name
 from recom_jax.detect_rules import elementwise, identity_of, reduce_axes
 from recom_jax.detect_tables import base_table, exact_index, index_component, make_take
@@ -107,6 +107,8 @@ def _one_hot_product(
     dtype = dtype_name(eqn.outvars[0].aval)
     if not isinstance(table_expr, ir.Load) or dtype != table_expr.dtype or not ir.is_float(dtype):
         raise Refuse("a one-hot product that changes the dtype")
+    if any(map(compat.is_symbolic, table.aval.shape)):
+        raise Refuse("a one-hot product with a table of symbolic size")
     rows, width = (int(n) for n in table.aval.shape)
     rank = len(left.shape)
     extra = len(pooled.sizes) if pooled is not None else 0

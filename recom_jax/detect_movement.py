@@ -12,7 +12,7 @@ from typing import Any
 
 from recom_jax import compat, ir
 from recom_jax.detect import Detector, Part, Refuse, Rule, Shape, Val, dtype_name, row_major
-from recom_jax.shape_solver.dims import DimLike, exact_div, product, split
+from recom_jax.shape_solver.dims import DimLike, atom_dim, exact_div, product, split, terms_of
 
 
 def _remap(d: Detector, v: Val, shape: Shape, f: ir.Remap) -> Val:
@@ -176,6 +176,13 @@ def _new_shape(d: Detector, dims: Shape, old: Sequence[Any], new: Sequence[Any])
         return _new_symbolic_shape(d, dims, old, new)
     for olds, news in _groups(d.unifier.value, old, new):
         whole = product([dims[k] for k in olds])
+        if len(news) == 1:  # a batch of 1 too
+            shape.append(whole)
+            continue
+        parts = _factors(d, whole, [new[j] for j in news])
+        if parts is not None:  # merged before: a flattened batch of bags gets its own axes back
+            shape += parts
+            continue
         real = [j for j in news if new[j] != 1]
         if len(real) == 1:
             shape += [whole if j == real[0] else 1 for j in news]
@@ -203,6 +210,22 @@ def _new_shape(d: Detector, dims: Shape, old: Sequence[Any], new: Sequence[Any])
         for j in news:
             shape.append(1 if new[j] == 1 else named.get(j, 0) or d.literal_dim(new[j]))
     return tuple(shape)
+
+
+def _factors(d: Detector, whole: DimLike, sizes: Sequence[int]) -> list[DimLike] | None:
+    """The factors of a product that have these sizes in this trace, each once; None where they do not fit."""
+    terms = terms_of(whole)
+    if len(terms) != 1 or terms[0][1] != 1 or any(n != 1 for _, n in terms[0][0]):
+        return None
+    left: list[DimLike] = [atom_dim(a) for a, _ in terms[0][0]]
+    found = []
+    for size in sizes:
+        part = next((f for f in left if d.unifier.value(f) == size), None)
+        if part is None:
+            return None
+        left.remove(part)
+        found.append(part)
+    return found if not left else None
 
 
 def _new_symbolic_shape(d: Detector, dims: Shape, old: Sequence[Any], new: Sequence[Any]) -> Shape:

@@ -111,6 +111,8 @@ class _Proof:
 
     def check(self, var: Any, state: Rows | None, name: str) -> None:
         """The shape must say the same as the state."""
+        if state is not None and state.axis >= len(var.aval.shape):
+            raise MixesRows(f"{name}, whose result has no axis of rows")
         for k, n in enumerate(var.aval.shape):
             if state is not None and k == state.axis:
                 if n != self.batch * state.each:
@@ -189,6 +191,10 @@ def _along(proof: _Proof, eqn: Any, ins: States) -> State:
     if state is not None and state.axis in axes:
         raise MixesRows(f"{eqn.primitive.name} along the batch")
     return state
+
+
+def _bitcast(proof: _Proof, eqn: Any, ins: States) -> State:
+    return _one(ins)  # an axis of parts comes or goes at the end, where no rows are: see `check`
 
 
 def _constant(proof: _Proof, eqn: Any, ins: States) -> State:
@@ -390,6 +396,7 @@ def _cond(proof: _Proof, eqn: Any, ins: States) -> States:
 
 _RULES: dict[str, _Rule] = {
     "optimization_barrier": _identity,
+    "bitcast_convert_type": _bitcast,
     "iota": _constant,
     "dim_as_value": _dim_as_value,
     "broadcast_in_dim": _broadcast,

@@ -20,7 +20,7 @@ FILES = sorted(make.FOLDER.glob("*.bin"))
 
 
 def version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(".")))
+    return tuple(map(int, re.findall(r"\d+", text)[:4]))
 
 
 def jax_of(name: str) -> str:

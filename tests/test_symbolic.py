@@ -18,7 +18,10 @@ import numpy as np
 import pytest
 
 import recom_jax
+from examples import criteo, recom_models
 from recom_jax import compat
+from recom_jax.cuda import nvrtc
+from recom_jax.errors import CudaError
 from recom_jax.shape_solver.dims import evaluate
 from recom_jax.shape_solver.unify import Unifier
 from recom_jax.symbolic import Sizes
@@ -217,7 +220,8 @@ def test_case(name: str) -> None:
         assert_same(got, plain.call(TABLE, *args), case.bound)
     after = recom_jax.stats()
     assert after["programs_prepared"] == before["programs_prepared"]
-    assert 0 < after["calls"] - before["calls"] <= len(case.args)  # XLA drops empty ones
+    if jax.default_backend() == "cpu":  # a GPU counts launches, and not those of a graph
+        assert 0 < after["calls"] - before["calls"] <= len(case.args)  # XLA drops empty ones
 
 
 @pytest.mark.parametrize(("seed", "symbolic"), [(11, True), (12, False)])
@@ -250,6 +254,26 @@ def test_random_models(seed: int, symbolic: bool) -> None:
         assert_same(exported.call(model.params, b), plain.call(model.params, b), tolerance)
 
 
+@pytest.mark.parametrize("name", ["model E", "Criteo"])
+def test_example_models(name: str) -> None:
+    if name == "model E":
+        kind: Any = recom_models.model_e(large_rows=32, scale=0.004)
+    else:
+        kind = criteo.Dlrm(vocabulary=50, dim=8, bottom=(16,), top=(16,), hash_in_model=True)
+    params = kind.init(0)
+    specs = (
+        jax.tree.map(lambda x: Struct(x.shape, x.dtype), params),
+        {k: Struct((dim("b")[0], *x.shape[1:]), x.dtype) for k, x in kind.batch(3).items()},
+    )
+    model = recom_jax.optimize(kind.forward, options=VERIFY)
+    report = model.explain(*specs)
+    assert report.num_fused == report.num_columns > 0 and report.num_custom_calls == 1, report
+    again = jax.export.deserialize(export(model, *specs).serialize())
+    plain = export(kind.forward, *specs)
+    batch = kind.batch(7, seed=1)
+    assert_same(again.call(params, batch), plain.call(params, batch), 1e-5)
+
+
 def test_the_checks_of_sizes_are_jax_s() -> None:
     """Sizes that do not fit: the same exception and text as plain JAX, zero of a plain variable included."""
     fn = CASES["weighted"].fn
@@ -269,6 +293,9 @@ def test_tables_of_symbolic_size_stay_in_xla() -> None:
     specs = spec("v, 8", F32), spec("b")
     (column,) = model.explain(*specs).columns
     assert (column.status, column.reason) == ("xla", "a table of symbolic size")
+    hot = recom_jax.optimize(lambda t, i: jax.nn.one_hot(i, t.shape[0]) @ t, options=VERIFY)
+    (column,) = hot.explain(*specs).columns
+    assert column.reason == "a one-hot product with a table of symbolic size"
     exported = export(model, *specs)
     for rows in (1, 50):
         assert_same(exported.call(TABLE[:rows], odd(4)), TABLE[:rows][odd(4)])
@@ -322,11 +349,10 @@ def test_derivatives() -> None:
         return jax.grad(lambda t, i, w: (f(t, i, w) ** 2).sum(), argnums=(0, 2))
 
     inside = export(loss(model), *specs)
-    for shape in ((1, 1), (4, 3)):
-        args = TABLE, odd(*shape), jnp.full(shape, 0.5)
-        want = loss(fn)(*args)
-        assert_same(loss(again.call)(*args), want, 1e-3)
-        assert_same(inside.call(*args), want, 1e-3)
+    args = TABLE, odd(4, 3), jnp.full((4, 3), 0.5)
+    want = loss(fn)(*args)
+    assert_same(loss(again.call)(*args), want, 1e-3)
+    assert_same(inside.call(*args), want, 1e-3)
 
 
 def test_vmap_of_symbolic_sizes() -> None:
@@ -337,6 +363,13 @@ def test_vmap_of_symbolic_sizes() -> None:
     assert_same(exported.call(*args), jax.vmap(masked_mean, in_axes=(None, 0))(*args), SUM)
 
 
+def has_nvrtc() -> bool:
+    try:
+        return nvrtc.version() > (0, 0)
+    except CudaError:
+        return False
+
+
 def test_two_platforms_from_a_machine_without_a_gpu() -> None:
     """What the CUDA half is depends on whether NVRTC is installed; the CPU half runs here."""
     specs = Struct(TABLE.shape, F32), spec("b, l")
@@ -345,6 +378,8 @@ def test_two_platforms_from_a_machine_without_a_gpu() -> None:
         exported = export(
             recom_jax.optimize(masked_mean, options=VERIFY), *specs, platforms=("cpu", "cuda")
         )
+    fused = exported.mlir_module().count("custom_call @recom_fused_v1")
+    assert fused == 1 + has_nvrtc()
     again = jax.export.deserialize(exported.serialize())
     assert again.platforms == ("cpu", "cuda")
     for shape in ((1, 2), (6, 5)):
@@ -357,7 +392,8 @@ again = jax.export.deserialize(open(sys.argv[1], "rb").read())
 inputs = np.load(sys.argv[2])
 for k in range(3):
     np.save(f"{sys.argv[1]}.{k}.npy", again.call(inputs["table"], inputs[f"ids{k}"]))
-assert recom_jax.stats()["calls"] == 3 and recom_jax.stats()["traces"] == 0
+assert recom_jax.stats()["calls"] == (3 if jax.default_backend() == "cpu" else 0)
+assert recom_jax.stats()["traces"] == 0
 """
 
 
@@ -448,4 +484,8 @@ def test_proofs_hold_for_all_sizes() -> None:
     assert found.never_negative(b * n - 3) and not found.never_negative(b * n - 4)
     assert not found.never_negative(b - n) and found.never_negative(5)
     unifier = found.unifier
+    other = unifier.fresh("n", unifier.value(b))
+    unifier.unify(b, other)  # the example says so, which proves nothing
+    unifier.unify(b, unifier.value(b))
+    assert unifier.resolve(b) == b and unifier.resolve(other) == other
     assert unifier.known(b) == b and not compat.is_symbolic(unifier.known(b - b + 4))
