@@ -1,6 +1,7 @@
 """The cases by name. `run` of each module takes a `Context` and returns a `Result`."""
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 
@@ -63,12 +64,20 @@ ALL = (
     ),
     Case("corun", "RAP: preprocessing beside training", 8, corun.run),
     Case("idioms", "Every idiom against plain jit", 5, idioms.run),
-    Case("gpu_kernels", "CUDA: kernel times beside their peers", 3, gpu.run_kernels, gpu=True),
+    Case("gpu_recflex", "CUDA: kernel times of RecFlex", 2, gpu.run_recflex, gpu=True),
+    Case("gpu_kernels", "CUDA: kernel times of E and F", 3, gpu.run_kernels, gpu=True),
     Case(
-        "gpu_end_to_end",
-        "CUDA: models E and F from numpy arrays, beside plain JAX",
-        4,
-        gpu_end_to_end.run,
+        "gpu_model_e",
+        "CUDA: model E from numpy arrays, beside plain JAX",
+        2,
+        functools.partial(gpu_end_to_end.run, kind="model_e"),
+        gpu=True,
+    ),
+    Case(
+        "gpu_model_f",
+        "CUDA: model F from numpy arrays, beside plain JAX",
+        2,
+        functools.partial(gpu_end_to_end.run, kind="model_f"),
         gpu=True,
     ),
     Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
