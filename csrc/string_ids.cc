@@ -135,17 +135,19 @@ struct Units {
   }
 };
 
-// Appends the UTF-8 of n units. False if one is no character.
+// Writes the UTF-8 of n units at *end and moves *end behind it; memory only grows, as to clear it
+// costs as much as to write it. False if a unit is no character.
 template <typename Unit>
-bool append_utf8(Units<Unit> units, int64_t n, std::string* out) {
-  const size_t start = out->size();
+bool append_utf8(Units<Unit> units, int64_t n, std::string* out, size_t* end) {
   uint32_t all = 0;
   for (int64_t i = 0; i < n; ++i) all |= units[i];
   const bool ascii = all < 0x80;
-  out->resize(start + n * (ascii ? 1 : sizeof(Unit) == 1 ? 2 : sizeof(Unit) == 2 ? 3 : 4));
-  char* p = out->data() + start;
+  const size_t most = *end + n * (ascii ? 1 : sizeof(Unit) == 1 ? 2 : sizeof(Unit) == 2 ? 3 : 4);
+  if (out->size() < most) out->resize(std::max(most, 2 * out->size()));
+  char* p = out->data() + *end;
   if (ascii) {
     for (int64_t i = 0; i < n; ++i) p[i] = static_cast<char>(units[i]);
+    *end += n;
     return true;
   }
   for (int64_t i = 0; i < n; ++i) {
@@ -170,30 +172,30 @@ bool append_utf8(Units<Unit> units, int64_t n, std::string* out) {
       return false;
     }
   }
-  out->resize(p - out->data());
+  *end = p - out->data();
   return true;
 }
 
-bool append_utf8(const void* data, int64_t n, Encoding encoding, std::string* out) {
+bool append_utf8(const void* data, int64_t n, Encoding encoding, std::string* out, size_t* end) {
   const char* const p = static_cast<const char*>(data);
   switch (encoding) {
     case Encoding::kLatin1:
-      return append_utf8(Units<uint8_t>{p}, n, out);
+      return append_utf8(Units<uint8_t>{p}, n, out, end);
     case Encoding::kUcs2:
-      return append_utf8(Units<uint16_t>{p}, n, out);
+      return append_utf8(Units<uint16_t>{p}, n, out, end);
     default:
-      return append_utf8(Units<uint32_t>{p}, n, out);
+      return append_utf8(Units<uint32_t>{p}, n, out, end);
   }
 }
 
 // Collects encoded strings; their views are set in the end, as memory moves while it grows.
 class Encoded {
  public:
-  explicit Encoded(Batch* batch) : batch_(batch) { batch_->memory.clear(); }
+  explicit Encoded(Batch* batch) : batch_(batch) {}
   bool add(int64_t i, const void* data, int64_t units, Encoding encoding) {
-    if (!append_utf8(data, units, encoding, &batch_->memory)) return false;
+    if (!append_utf8(data, units, encoding, &batch_->memory, &end_)) return false;
     index_[n_] = i;
-    ends_[n_++] = batch_->memory.size();
+    ends_[n_++] = end_;
     return true;
   }
   ~Encoded() {
@@ -207,6 +209,7 @@ class Encoded {
  private:
   Batch* batch_;
   int n_ = 0;
+  size_t end_ = 0;
   int64_t index_[Batch::kSize];
   size_t ends_[Batch::kSize];
 };

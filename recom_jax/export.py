@@ -132,9 +132,17 @@ def to_saved_model(
       TensorFlowError (ImportError): no TensorFlow, or a wrong version.
       ArgumentError (TypeError): inputs or parameters that are no arrays, or two of one name.
     """
+    from recom_jax.serve import Server
+
     _library.find_tensorflow()
     tf = _tensorflow()
     signatures = _signatures(signature, polymorphic_shapes)
+    for fn in [model, *(s.model for s in signatures.values() if s.model is not None)]:
+        if not callable(fn) or isinstance(fn, Server):
+            raise ArgumentError(
+                f"expected a function of (params, *inputs), was given {fn!r}; of a bound server, pass the model "
+                "itself and the parameters"
+            )
     with_paths, params_tree = _flatten(params)
     module = tf.Module()
     variables = [

@@ -107,12 +107,19 @@ def tensorflow_library() -> pathlib.Path:
       ExportError (RuntimeError): no C++17 compiler, or it failed.
     """
     found = find_tensorflow()
-    name = f"librecom_jax-tf{found.version}-{_digest(found)[:16]}.so"
+    name = _name(found)
     with _LOCK, _folder() as folder:
         path = folder / name
         if not path.exists():
             _build(path, found)
         return path
+
+
+def kept_library(found: TensorFlow) -> pathlib.Path | None:
+    """The library in the cache folder; None if it would have to be built."""
+    kept = options.Options().caches_in
+    path = kept / "tensorflow" / _name(found) if kept else None
+    return path if path is not None and path.exists() else None
 
 
 def load(tf: Any) -> None:
@@ -151,6 +158,10 @@ def _compiler() -> list[str]:
         f"the library for TensorFlow is built with a C++17 compiler, and {what}. On Debian or Ubuntu: apt-get "
         "install g++; or build it on another machine (python -m recom_jax tf-library --out FILE) and load the file"
     )
+
+
+def _name(found: TensorFlow) -> str:
+    return f"librecom_jax-tf{found.version}-{_digest(found)[:16]}.so"
 
 
 def _digest(found: TensorFlow) -> str:

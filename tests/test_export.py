@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import recom_jax
-from recom_jax import cli, export, tensorflow_library
+from recom_jax import cli, doctor, export, tensorflow_library
 from recom_jax.errors import ArgumentError, ExportError, TensorFlowError
 from recom_jax.export import Signature
 
@@ -165,6 +165,8 @@ def test_the_library_is_built_once_and_kept_where_nobody_else_writes(
     assert cli.main(["tf-library", "--out", str(tmp_path / "copy.so")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "copy.so")
     assert (tmp_path / "copy.so").read_bytes() == b"library"
+    (finding,) = doctor._tensorflow()
+    assert finding.found.startswith("2.21.0, library") and finding.state == doctor.OK
     assert cli.main(["tf-library", "--out", str(tmp_path / "no" / "copy.so")]) == 2
     folder.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="cannot keep the library for TensorFlow"):
@@ -356,6 +358,10 @@ def test_wrong_arguments(tf: Any, tmp_path: pathlib.Path) -> None:
     fails({"a b": np.zeros(2), "a_b": np.zeros(2)}, "two inputs would have the name 'a_b'")
     fails(batch, r"params\['x'\] is of object", params={"x": np.array([None])})
     fails({"ok": Signature(batch)}, "belongs to each Signature", "(b, ...)")
+    fails(
+        {"x": Signature(batch, model=model.bind(make_params()))},
+        "of a bound server, pass the model itself",
+    )
     fails({"params": Signature(batch)}, "signature 'params'")
     fails({"no-name": Signature(batch)}, "signature 'no-name'")
 
