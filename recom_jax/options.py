@@ -122,14 +122,14 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES or k.startswith("RECOM_")}
 
 
-def cuda_homes() -> list[pathlib.Path]:
-    """Folders of CUDA toolkits that the environment names."""
-    return [pathlib.Path(p) for n in ("CUDA_HOME", "CUDA_PATH") if (p := os.environ.get(n))]
-
-
 def cxx_compiler() -> str:
     """The C++ compiler that the environment names, or ""."""
     return os.environ.get("CXX", "").strip()
+
+
+def cuda_homes() -> list[pathlib.Path]:
+    """Folders of CUDA toolkits that the environment names."""
+    return [pathlib.Path(p) for n in ("CUDA_HOME", "CUDA_PATH") if (p := os.environ.get(n))]
 
 
 def _flag(name: str) -> bool:
