@@ -4,10 +4,13 @@ Needs a C++17 compiler, Python's headers, and the build requirements of pyprojec
 for XLA's FFI headers). No CUDA toolkit and no TensorFlow.
 """
 
+import hashlib
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -21,6 +24,7 @@ from setuptools.errors import CompileError, PlatformError
 
 CSRC = pathlib.Path("csrc")
 CUDA_HEADERS = pathlib.Path("recom_jax/cuda/headers")  # shared with the generated kernel
+OBJECTS = pathlib.Path("build/objects")
 COMPILE_ARGS = [
     "-std=c++17",
     "-O3",
@@ -51,6 +55,33 @@ def jaxlib_include() -> str:
     )
 
 
+def fingerprint(ext: Extension, command: list[str]) -> str:
+    """Of all that an object file depends on, Python apart."""
+    asked = subprocess.run([command[0], "--version"], capture_output=True, text=True)
+    # Where jaxlib lies differs between build environments; what it holds counts.
+    flags = [x for x in command if x != jaxlib_include()]
+    digest = hashlib.sha256(repr((flags, asked.stdout)).encode())
+    headers = pathlib.Path(jaxlib_include(), "xla", "ffi", "api").glob("*.h")
+    for path in [*ext.depends, *ext.sources, *sorted(map(str, headers))]:
+        digest.update(pathlib.Path(path).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def sees_python(path: pathlib.Path, seen: set[pathlib.Path] | None = None) -> bool:
+    """Whether a source includes Python's headers, itself or through one of ours."""
+    seen = set() if seen is None else seen
+    if path in seen or not path.exists():
+        return False
+    seen.add(path)
+    text = path.read_text()
+    if re.search(r"#include\s*<(pybind11/|Python\.h)", text):
+        return True
+    ours = re.findall(r'#include\s*"([^"]+)"', text)
+    return any("pybind11" in x or x == "Python.h" for x in ours) or any(
+        sees_python(folder / x, seen) for x in ours for folder in (CSRC, CUDA_HEADERS)
+    )
+
+
 class ParallelBuildExt(build_ext):
     """Compiles the sources side by side, after checking that this machine can compile them at all."""
 
@@ -61,16 +92,36 @@ class ParallelBuildExt(build_ext):
         self.check_python_headers()
         self.check_compiler()
         includes = self.compiler.include_dirs + ext.include_dirs
+        # What doesn't see Python is compiled once for all interpreters that this checkout is built for.
+        compiler = self.compiler.compiler_so_cxx[0]
+        plain = [
+            *COMPILE_ARGS,
+            "-fwrapv",
+            "-DNDEBUG",
+            "-fPIC",
+            *os.environ.get("CXXFLAGS", "").split(),
+        ]
+        plain += [f"-I{x}" for x in ext.include_dirs] + ["-isystem", jaxlib_include()]
+        kept = OBJECTS / fingerprint(ext, [compiler, *plain])
 
         def compile_one(source: str) -> list[str]:
-            return self.compiler.compile(
-                [source],
-                output_dir=self.build_temp,
-                include_dirs=includes,
-                extra_postargs=COMPILE_ARGS + system,
-                depends=ext.depends,
-            )
+            if sees_python(pathlib.Path(source)):
+                objects: list[str] = self.compiler.compile(
+                    [source],
+                    output_dir=self.build_temp,
+                    include_dirs=includes,
+                    extra_postargs=COMPILE_ARGS + system,
+                    depends=ext.depends,
+                )
+                return objects
+            found = kept / f"{pathlib.Path(source).stem}.o"
+            if not found.exists():
+                partial = found.with_suffix(f".{os.getpid()}")
+                self.spawn([compiler, *plain, "-c", source, "-o", str(partial)])
+                partial.replace(found)
+            return [str(found)]
 
+        kept.mkdir(parents=True, exist_ok=True)
         # The largest first, so that it isn't the one that all others wait for in the end.
         sources = sorted(ext.sources, key=os.path.getsize, reverse=True)
         with ThreadPool(self.parallel or min(len(sources), os.cpu_count() or 1)) as pool:

@@ -17,7 +17,7 @@ constexpr double kVector = 0.25;    // 16 bytes of a row
 constexpr double kStep = 0.25;      // of a search: its first steps hit the cache
 // Positions that a slice of a jagged bag should have: fewer, and combining the slices costs more
 // than it saves.
-constexpr double kJaggedPositions = 2;
+constexpr double kJaggedPositions = 1.4;
 
 int floor_power_of_two(double x) {
   int p = 1;

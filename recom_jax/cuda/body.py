@@ -20,6 +20,9 @@ class Body(Regions):
         u = self.u
         stride = 1 + len(self.cls.slots)
         self.depth = 2 if u.width_slot < 0 else 3
+        stores = [i for i in u.code if i.op == "STORE"]
+        # One result's address is kept, those of several are read again where they are used.
+        self.out = stores[0] if len(stores) == 1 and u.form != PLAIN else None
         for i in u.code:
             if i.op == "REGION" or i.op == "JREGION":
                 self.region(i)
@@ -59,6 +62,11 @@ class Body(Regions):
             f"  const Worker me(p, t, kLanes, {stride});",
             *([] if u.form == PLAIN else ["  const Team<kShare> team(me, t.slices);"]),
         ]
+        if self.out is not None:
+            buffer, offset = self.out.args[1:3]
+            place = f"target<{TYPES[u.dtypes[buffer]]}>(p, me.word({1 + buffer}))"
+            at = "" if u.constants.get(offset) == 0 else f" + {self.slot(offset)}"
+            before = [f"  auto* const out = kept({place}{at});", *before]
         for s in sorted(self.used):
             kind = self.cls.slots[s]
             if kind in (OPERAND, RESULT):
@@ -120,9 +128,10 @@ class Body(Regions):
     def loop_head(self) -> list[str]:
         u = self.u
         lines = [
-            "  for (int at = 0; at < t.bags; at += me.step) {",
-            "    const bool on = at + me.first < t.bags;",
-            "    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);",
+            "  const i32 bags = static_cast<i32>(t.bag0) + t.bags;",
+            "  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {",
+            "    const bool on = at + me.first < bags;",
+            "    const i32 bag = on ? at + me.first : bags - 1;",
         ]
         outer = self.cls.outer
         if len(outer) > 1:
@@ -155,11 +164,14 @@ class Body(Regions):
     def store(self, i: Instr) -> None:
         src, buffer, offset, _, *strides = i.args
         outer, step = strides[:-1], strides[-1]
-        self.late = self.u.form != PLAIN
-        data = self.buffer(buffer)
-        if self.late:
+        self.late = self.u.form != PLAIN and i is not self.out
+        if i is self.out:
+            data = "out"
+        elif self.late:
             data = f"target<{TYPES[self.u.dtypes[buffer]]}>(p, me.late({1 + buffer}))"
-        at = self.dot(offset, outer, self.bag_axes)
+        else:
+            data = self.buffer(buffer)
+        at = self.dot(None if i is self.out else offset, outer, self.bag_axes)
         self.late = False
         if not self.is_row(src):
             self.put(f"if (has && me.lane == 0 && me.slice == 0) store({data} + {at}, r{src});")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from recom_jax.cuda.text import KINDS, TYPES, Text, Unsupported
 from recom_jax.cuda.units import closure, reads, walk, writes
 from recom_jax.program import Instr, Reg
@@ -50,26 +52,30 @@ class Regions(Text):
         self.depth += 1
         self.ranges(i)
         self.put(flights)
-        self.reader(i, loads)
         self.put("const i32 end = span.end;")
+        self.reader(i, loads)
         self.numbers_of(i, first, numbers, counts)
         missing = [b for b in pools if self.may_miss(b.args[3])]
         for b in missing:
-            init = self.imm(self.cls.regs[b.args[2]].dtype, b.args[9])
-            self.put(f"bool missed{b.args[2]} = false;")
-            self.put(
-                f"{self.lost(b)[0]} lost{b.args[2]} = start_of<{KINDS[b.args[1]]}>({init}, 1);"
-            )
+            self.put(f"Missed<decltype(Position::r{b.args[3]})> missed{b.args[2]};")
+            if not self.poison(b):
+                init = self.imm(self.cls.regs[b.args[2]].dtype, b.args[9])
+                self.put(
+                    f"{self.lost(b)[0]} lost{b.args[2]} = start_of<{KINDS[b.args[1]]}>({init}, 1);"
+                )
         for b in pools:
             table, base, _ = self.table(b)
             at = table if base == "0" else f"{table} + {base}"
-            self.put(f"const auto* const mine{b.args[2]} = {at} + f;")
-        self.put("for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {")
+            self.put(f"const auto* const mine{b.args[2]} = kept({at} + f);")
+        rounds = "team.most(end - span.begin)" if self.jagged and not self.slow else "end"
+        self.put(f"const i32 most = {rounds};")
+        self.put("for (i32 done = 0; done < most; done += kOwn * team.size) {")
         self.depth += 1
+        self.put("const i32 q0 = span.begin + done;")
         self.put("Position now[kOwn];")
         self.put("Read raw[kOwn];")
-        self.unrolled("i", "kOwn", "raw[i] = read(q0 + i * team.size + team.rank());")
-        self.unrolled("i", "kOwn", "now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);")
+        self.unrolled("i", "kOwn", "raw[i] = read(q0 + i * team.size + team.rank);")
+        self.unrolled("i", "kOwn", "now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);")
         for b in counts:
             self.unrolled(
                 "i",
@@ -77,13 +83,14 @@ class Regions(Text):
                 f"combine_if<{KINDS[b.args[0]]}>(now[i].in, r{b.args[1]}, now[i].r{b.args[2]});",
             )
         for b in missing:
-            dst, kind = b.args[2], KINDS[b.args[1]]
-            self.put("#pragma unroll")
-            self.put("for (int i = 0; i < kOwn; ++i) {")
-            self.put(f"  const bool miss = now[i].r{b.args[3]} == kMissing;")
-            self.put(f"  missed{dst} |= miss;")
-            self.put(f"  combine_if<{kind}>(miss, lost{dst}, {self.lost(b)[1]});")
-            self.put("}")
+            dst, kind, idx = b.args[2], KINDS[b.args[1]], f"now[i].r{b.args[3]}"
+            self.unrolled("i", "kOwn", f"missed{dst}.see({idx});")
+            if not self.poison(b):
+                self.unrolled(
+                    "i",
+                    "kOwn",
+                    f"combine_if<{kind}>({idx} == kMissing, lost{dst}, {self.lost(b)[1]});",
+                )
         if parts[1] or parts[2]:
             self.flights(i, parts, pools, numbers, rows, whole)
         self.depth -= 1
@@ -91,9 +98,11 @@ class Regions(Text):
         self.finish(i, reductions, counts)
         for b in missing:
             dst, kind = b.args[2], KINDS[b.args[1]]
-            self.put(
-                f"join_missing<{kind}>(r{dst}, lost{dst}, missed{dst}, kLanes / kShare, team.size);"
-            )
+            if self.poison(b):
+                joined = f"poison_missing<{kind}>(r{dst}, {self.lost(b)[1]}, missed{dst}.any(), "
+            else:
+                joined = f"join_missing<{kind}>(r{dst}, lost{dst}, missed{dst}.any(), "
+            self.put(f"{joined}kLanes / kShare, team.size);")
         self.one_hots(i, pools)
         self.depth -= 1
         self.put("}")
@@ -105,7 +114,7 @@ class Regions(Text):
         dst, kind = (b.args[2], b.args[1]) if pool else (b.args[1], b.args[0])
         init = self.imm(self.cls.regs[dst].dtype, b.args[9 if pool else 3])
         row = self.is_row(dst)
-        start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'team.rank()'})"
+        start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'team.rank'})"
         start = f"spread<kVec>({start})" if row else start
         self.put(f"{self.type_of(dst)} r{dst} = {start};")
 
@@ -121,7 +130,7 @@ class Regions(Text):
         self.put("#pragma unroll 1")
         self.put("for (int g = 0; g < kOwn * kShare; g += kFlight) {")
         self.depth += 1
-        self.put("if (q0 + g * t.slices >= end) break;")
+        self.put("if (done + g * t.slices >= most) break;")
         for r in sorted(numbers):
             self.put(f"{self.type_of(r)} r{r}[kFlight];")
             self.unrolled("u", "kFlight", f"r{r}[u] = team.share(now[u / kShare].r{r}, g + u);")
@@ -192,6 +201,14 @@ class Regions(Text):
         )
         return dtype, f"x_mul({fill}, now[i].r{b.args[4]})" if b.args[4] >= 0 else fill
 
+    def poison(self, b: Instr) -> bool:
+        """Whether one missing row makes the whole bag NaN, however many there are and whatever they weigh."""
+        dtype, bits = self.cls.regs[b.args[2]].dtype, self.u.constants.get(b.args[8])
+        if b.args[0] or bits is None or dtype not in ("float32", "float64"):
+            return False
+        word = np.array([bits], np.int64).view(np.uint64)
+        return bool(np.isnan(word.astype(np.uint32).view(np.float32) if dtype == "float32" else word.view(np.float64))[0])
+
     def may_miss(self, idx: int) -> bool:
         """Whether a row number may stand for a row that does not exist."""
         made = {writes(x): x for x in walk(self.u.code)}
@@ -231,13 +248,17 @@ class Regions(Text):
         self.put("};")
 
     def place(
-        self, region: Instr, wanted: bool, at: str = "q0 + (g + u) * t.slices + me.slice"
+        self,
+        region: Instr,
+        wanted: bool,
+        at: str = "q0 + (g + u) * t.slices + me.slice",
+        inside: bool = False,
     ) -> None:
-        """Names the position's index: behind the last one, the last one's."""
+        """Names the position's index: behind the last one, the last one's, unless it is known to be `inside`."""
         self.position = "q"
         if not wanted:
             return
-        self.put(f"const i32 q = {at} < total ? {at} : total - 1;")
+        self.put(f"const i32 q = {at if inside else f'{at} < total ? {at} : total - 1'};")
         if not self.jagged and self.inner > 1:
             self.put("i32 rest_q = q;")
             for k in range(self.inner - 1, 0, -1):
@@ -258,12 +279,12 @@ class Regions(Text):
             return
         seg, splits = i.args[1], self.splits(i)
         if splits is None:
-            self.put(f"const Range span = range_in(seg_{seg}, total, bag);")
+            at = f"range_in(seg_{seg}, total, bag)"
         elif splits[0] in BAGS:
-            self.put(f"const Range span = bags_{seg}.range(total, bag);")
+            at = f"bags_{seg}.range(total, bag)"
         else:
             at = f"split_range(splits_{seg}, {self.slot(splits[3])}, total, bag)"
-            self.put(f"const Range span = {at};")
+        self.put(f"const Range span = {at};")
 
     def reader(self, region: Instr, loads: Sequence[Instr]) -> None:
         """What is read of a position before anything is computed, as a function of the position."""
@@ -272,7 +293,8 @@ class Regions(Text):
         )
         self.put("const auto read = [&](i32 at_q) -> Read {")
         self.depth += 1
-        self.place(region, True, "at_q")
+        # Where nobody has a position left there is no round, so that there is a position 0 to read instead.
+        self.place(region, bool(loads), "at_q < end ? at_q : 0", inside=True)
         self.put("Read found;")
         for b in loads:
             self.put(f"found.r{b.args[0]} = {self.load(b)};")
@@ -285,7 +307,13 @@ class Regions(Text):
             dst, kind = (b.args[2], b.args[1]) if b.op == "POOL" else (b.args[1], b.args[0])
             # Lanes hold features of their own. Of a number they hold parts, or copies where each computes all of it.
             lanes = "kLanes / kShare, team.size" if b in counts else "kLanes, t.slices"
-            self.put(f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});")
+            join = f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});"
+            if self.jagged and not self.slow:
+                # A warp whose bags are all empty has nothing to join.
+                init = self.imm(self.cls.regs[dst].dtype, b.args[9 if b.op == "POOL" else 3])
+                init = f"spread<kVec>({init})" if self.is_row(dst) else init
+                join = f"if (kShare == 1 || most > 0) {join} else r{dst} = {init};"
+            self.put(join)
 
     def one_hots(self, region: Instr, pools: Sequence[Instr]) -> None:
         """What one-hot products make of rows that no position of the bag selected."""

@@ -43,6 +43,7 @@ class Text:
         self.u, self.cls, self.number = cls, cls.cls, number
         self.lines: list[str] = []
         self.depth = 1
+        self.out: Instr | None = None  # the only store of a unit that reduces
         self.used: set[int] = set()  # slots read from the column's words
         self.in_flight: set[int] = set()  # registers that hold a value for each position in flight
         self.position = ""  # "q" inside a region
@@ -113,9 +114,10 @@ class Text:
             self.used.add(s)
         return f"b{s}"
 
-    def dot(self, offset: int, strides: Sequence[int], axes: Sequence[str]) -> str:
+    def dot(self, offset: int | None, strides: Sequence[int], axes: Sequence[str]) -> str:
         """offset + sum of index * stride, as text."""
-        terms = [] if self.u.constants.get(offset) == 0 else [self.slot(offset)]
+        none = offset is None or self.u.constants.get(offset) == 0
+        terms = [] if none or offset is None else [self.slot(offset)]
         for s, axis in zip(strides, axes, strict=True):
             value = self.u.constants.get(s)
             if value == 0:

@@ -126,6 +126,14 @@ RECOM_FN Row<T, N> take(const E* table, I index, i64 row_stride, i64 feature, T 
   return r;
 }
 
+// A pointer that stays what it is: the compiler would add its parts up anew for each row.
+template <class E>
+RECOM_FN E* kept(E* at) {
+#ifdef __CUDA_ARCH__
+  asm("" : "+l"(at));
+#endif
+  return at;
+}
 // A lane's share of a row that exists, as T; `mine` is its share of row 0. In bytes, and multiplied at once: one
 // instruction makes the address.
 template <class T, int N, class E, class I, class S>
@@ -209,6 +217,25 @@ RECOM_FN void join_slices(Row<T, N>& acc, int lanes, int slices) {
     for (int i = 0; i < N; ++i) other.v[i] = shuffle_xor(acc.v[i], m);
     acc = combine<kKind>(acc, other);
   }
+}
+
+// Whether a row number that was seen stood for a missing row. As unsigned numbers kMissing is the largest of all.
+template <class I>
+struct Missed {
+  using U = typename If<sizeof(I) == 4, u32, u64>::type;
+  U highest = 0;
+
+  RECOM_FN void see(I index) { highest = static_cast<U>(index) > highest ? static_cast<U>(index) : highest; }
+  RECOM_FN bool any() const { return highest == static_cast<U>(static_cast<I>(kMissing)); }
+};
+
+// One missing row makes the bag what it is (NaN), however many there are: over `team` threads, each `step` behind
+// the one before. All threads of a warp call it.
+template <int kKind, class T, class R>
+RECOM_FN void poison_missing(R& acc, T fill, bool missed, int step, int team) {
+  if (!__any_sync(0xffffffffu, missed)) return;
+  join_slices<kMax>(missed, step, team);
+  if (missed) acc = combine<kKind>(acc, fill);
 }
 
 // Missing rows are rare, and all of them look alike: they are summed up as numbers, by the lanes that found them,

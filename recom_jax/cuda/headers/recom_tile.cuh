@@ -9,7 +9,7 @@
 namespace recom_cuda {
 
 // A thread keeps its lane, slice and column; its bag moves by `step` each pass. Threads behind the last whole
-// bag, and bags behind the tile's end, do what the first one does but store nothing, so that whole warps stay
+// bag, and bags behind the tile's end, do what the last one does but store nothing, so that whole warps stay
 // together for shuffles and every address is one that some bag really has.
 struct Worker {
   const i64* words;  // the column's
@@ -41,30 +41,33 @@ struct Worker {
 // How many positions each thread of a team computes the numbers of, so that all slices have a flight of rows.
 RECOM_FN constexpr int own_numbers(int share, int flight) { return flight > share ? flight / share : 1; }
 
-// The threads that share a bag's numbers: kShare lanes of each slice (1: no lane knows its neighbours').
+// The threads that share a bag's numbers: kShare lanes of each slice (1: no lane knows its neighbours'). A slice's own
+// lanes hold its positions, so that a shuffle's source is the same lane in every slice.
 template <int kShare>
 struct Team {
-  int size, slices, slice;
+  int size, slices, rank;  // rank: which of `size` positions in a row is this thread's
 
   RECOM_FN Team(const Worker& me, int slices)
-      : size(kShare * slices), slices(slices), slice(me.slice) {}
-  // A team is a power of two of neighbours, so this needs no register.
-  RECOM_FN int rank() const { return kShare == 1 ? slice : static_cast<int>(threadIdx.x) & (size - 1); }
-  // What the thread knows that computed the numbers of this slice's n-th position. The whole team calls it.
+      : size(kShare * slices), slices(slices), rank((kShare == 1 ? 0 : me.lane) * slices + me.slice) {}
+  // Positions that the warp's bags have at most, so that all of it goes round together. Shuffles of a part of a warp,
+  // told by a mask that only the run knows, cost a search for the other members each time.
+  RECOM_FN i32 most(i32 positions) const {
+    if constexpr (kShare == 1) return positions;
+    return static_cast<i32>(__reduce_max_sync(0xffffffffu, static_cast<u32>(positions > 0 ? positions : 0)));
+  }
+  // What the thread knows that computed the numbers of this slice's n-th position. The whole warp calls it.
   template <class T>
   RECOM_FN T share(T x, int n) const {
     if constexpr (kShare == 1) {
       return x;  // each slice computes its own
     } else {
-      const u32 all = size == 32 ? 0xffffffffu : (1u << size) - 1u;
-      const u32 group = all << (threadIdx.x & 31u & ~static_cast<u32>(size - 1));
-      const int from = n % kShare * slices + slice;
+      const int from = n % kShare;
       if constexpr (sizeof(T) == 8) {
-        return bitcast_one<T>(__shfl_sync(group, bitcast_one<u64>(x), from, size));
+        return bitcast_one<T>(__shfl_sync(0xffffffffu, bitcast_one<u64>(x), from, kShare));
       } else if constexpr (sizeof(T) == 4) {
-        return bitcast_one<T>(__shfl_sync(group, bitcast_one<u32>(x), from, size));
+        return bitcast_one<T>(__shfl_sync(0xffffffffu, bitcast_one<u32>(x), from, kShare));
       } else {
-        return static_cast<T>(__shfl_sync(group, static_cast<i32>(x), from, size));
+        return static_cast<T>(__shfl_sync(0xffffffffu, static_cast<i32>(x), from, kShare));
       }
     }
   }
@@ -94,7 +97,8 @@ struct Range {
 };
 // From n splits that ascend: [splits[bag], splits[bag + 1]), the last one's up to the end.
 template <class T>
-RECOM_FN Range split_range(const T* splits, i64 n, i32 total, i64 bag) {
+RECOM_FN Range split_range(const T* splits, i64 n_wide, i32 total, i32 bag) {
+  const i32 n = static_cast<i32>(n_wide);  // the plan lets no more than 2^31 through
   if (bag >= n) return Range{0, 0};
   const i64 first = static_cast<i64>(load_one(splits + bag));
   const i64 last = bag + 1 < n ? static_cast<i64>(load_one(splits + bag + 1)) : total;

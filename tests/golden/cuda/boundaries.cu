@@ -11,9 +11,10 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   const f32* const b3 = source<f32>(p, me.word(4));
   const f32* const b9 = source<f32>(p, me.word(10));
   f32* const b16 = target<f32>(p, me.word(17));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 4; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 4;
@@ -36,9 +37,10 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
   const f32* const b5 = source<f32>(p, me.word(6));
   const f32* const b9 = source<f32>(p, me.word(10));
   f32* const b16 = target<f32>(p, me.word(17));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 4; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 4;
@@ -62,9 +64,10 @@ __device__ __forceinline__ void class_2(const Params& p, const Tile& t) {
   const i64 s7 = me.word(8);
   const f32* const b11 = source<f32>(p, me.word(12));
   f32* const b18 = target<f32>(p, me.word(19));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 4; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 4;

@@ -11,9 +11,10 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   const i32* const b3 = source<i32>(p, me.word(4));
   const f32* const b8 = source<f32>(p, me.word(9));
   f32* const b15 = target<f32>(p, me.word(16));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 16; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 16;
@@ -40,9 +41,10 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
   const i32* const b3 = source<i32>(p, me.word(4));
   const f32* const b9 = source<f32>(p, me.word(10));
   f32* const b16 = target<f32>(p, me.word(17));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 3; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 3;
@@ -70,9 +72,10 @@ __device__ __forceinline__ void class_2(const Params& p, const Tile& t) {
   const i32* const b3 = source<i32>(p, me.word(4));
   const f32* const b8 = source<f32>(p, me.word(9));
   f32* const b15 = target<f32>(p, me.word(16));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 16; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 16;
@@ -98,9 +101,10 @@ __device__ __forceinline__ void class_3(const Params& p, const Tile& t) {
   const u32* const b3 = source<u32>(p, me.word(4));
   const bf16* const b9 = source<bf16>(p, me.word(10));
   f32* const b16 = target<f32>(p, me.word(17));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 8;

@@ -15,31 +15,33 @@ __device__ __noinline__ void class_0_any(const Params& p) {
   const i32* const b4 = source<i32>(p, me.word(5));
   const i32* const b7 = source<i32>(p, me.word(8));
   const f32* const b12 = source<f32>(p, me.word(13));
+  auto* const out = kept(target<f32>(p, me.word(24)));
   const auto seg_0 = [&](i32 q) -> i64 {
     const i32 r0 = load_one(b4 + q);
     return static_cast<i64>(r0);
   };
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 8;
       const i32 f = mine < 8 ? mine : 0;
       Row<f32, kVec> r1 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
-      f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank());
+      f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank);
       {
         const i32 total = static_cast<i32>(s2);
         const Range span{0, total};
         constexpr int kFlight = 1, kOwn = own_numbers(kShare, kFlight);
+        const i32 end = span.end;
         struct Read { i32 r2; };
         const auto read = [&](i32 at_q) -> Read {
-          const i32 q = at_q < total ? at_q : total - 1;
+          const i32 q = at_q < end ? at_q : 0;
           Read found;
           found.r2 = load_one(b7 + q);
           return found;
         };
-        const i32 end = span.end;
         struct Position {
           bool in; i32 r8; f32 r10;
         };
@@ -59,19 +61,21 @@ __device__ __noinline__ void class_0_any(const Params& p) {
           now.r10 = r10;
           return now;
         };
-        const auto* const mine1 = b12 + f;
-        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+        const auto* const mine1 = kept(b12 + f);
+        const i32 most = end;
+        for (i32 done = 0; done < most; done += kOwn * team.size) {
+          const i32 q0 = span.begin + done;
           Position now[kOwn];
           Read raw[kOwn];
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r9, now[i].r10);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (q0 + g * t.slices >= end) break;
+            if (done + g * t.slices >= most) break;
             i32 r8[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r8[u] = team.share(now[u / kShare].r8, g + u);
@@ -92,7 +96,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
       const f32 r11 = immediate<f32>(1065353216);
       const f32 r12 = x_max(r9, r11);
       const Row<f32, kVec> r13 = x_div(r1, r12);
-      if (has && me.slice == 0) store(target<f32>(p, me.late(24)) + i64{bag} * 8 + f, r13);
+      if (has && me.slice == 0) store(out + i64{bag} * 8 + f, r13);
     }
   }
 }
@@ -108,33 +112,35 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   const i32* const b4 = source<i32>(p, me.word(5));
   const i32* const b7 = source<i32>(p, me.word(8));
   const f32* const b12 = source<f32>(p, me.word(13));
+  auto* const out = kept(target<f32>(p, me.word(24)));
   const auto seg_0 = [&](i32 q) -> i64 {
     const i32 r0 = load_one(b4 + q);
     return static_cast<i64>(r0);
   };
   const bool ascends_0 = block_ascends(seg_0, s2);
   if (!ascends_0) return class_0_any(p);
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 8;
       const i32 f = mine < 8 ? mine : 0;
       Row<f32, kVec> r1 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
-      f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank());
+      f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank);
       {
         const i32 total = static_cast<i32>(s2);
         const Range span = range_in(seg_0, total, bag);
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
+        const i32 end = span.end;
         struct Read { i32 r2; };
         const auto read = [&](i32 at_q) -> Read {
-          const i32 q = at_q < total ? at_q : total - 1;
+          const i32 q = at_q < end ? at_q : 0;
           Read found;
           found.r2 = load_one(b7 + q);
           return found;
         };
-        const i32 end = span.end;
         struct Position {
           bool in; i32 r8; f32 r10;
         };
@@ -154,19 +160,21 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           now.r10 = r10;
           return now;
         };
-        const auto* const mine1 = b12 + f;
-        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+        const auto* const mine1 = kept(b12 + f);
+        const i32 most = team.most(end - span.begin);
+        for (i32 done = 0; done < most; done += kOwn * team.size) {
+          const i32 q0 = span.begin + done;
           Position now[kOwn];
           Read raw[kOwn];
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r9, now[i].r10);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (q0 + g * t.slices >= end) break;
+            if (done + g * t.slices >= most) break;
             i32 r8[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r8[u] = team.share(now[u / kShare].r8, g + u);
@@ -181,13 +189,13 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        join_slices<kSum>(r1, kLanes, t.slices);
-        join_slices<kSum>(r9, kLanes / kShare, team.size);
+        if (kShare == 1 || most > 0) join_slices<kSum>(r1, kLanes, t.slices); else r1 = spread<kVec>(immediate<f32>(0));
+        if (kShare == 1 || most > 0) join_slices<kSum>(r9, kLanes / kShare, team.size); else r9 = immediate<f32>(0);
       }
       const f32 r11 = immediate<f32>(1065353216);
       const f32 r12 = x_max(r9, r11);
       const Row<f32, kVec> r13 = x_div(r1, r12);
-      if (has && me.slice == 0) store(target<f32>(p, me.late(24)) + i64{bag} * 8 + f, r13);
+      if (has && me.slice == 0) store(out + i64{bag} * 8 + f, r13);
     }
   }
 }

@@ -14,9 +14,11 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   const i64 s3 = me.word(4);
   const i32* const b5 = source<i32>(p, me.word(6));
   const f16* const b10 = source<f16>(p, me.word(11));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  auto* const out = kept(target<f16>(p, me.word(19)));
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 24; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 24;
@@ -26,14 +28,14 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
         const i32 total = static_cast<i32>(s2);
         const Range span{0, total};
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
+        const i32 end = span.end;
         struct Read { i32 r1; };
         const auto read = [&](i32 at_q) -> Read {
-          const i32 q = at_q < total ? at_q : total - 1;
+          const i32 q = at_q < end ? at_q : 0;
           Read found;
           found.r1 = load_one(b5 + i64{bag} * s3 + q);
           return found;
         };
-        const i32 end = span.end;
         struct Position {
           bool in; i32 r7;
         };
@@ -51,17 +53,19 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           now.r7 = in ? r7 : static_cast<i32>(kSkipped);
           return now;
         };
-        const auto* const mine0 = b10 + f;
-        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+        const auto* const mine0 = kept(b10 + f);
+        const i32 most = end;
+        for (i32 done = 0; done < most; done += kOwn * team.size) {
+          const i32 q0 = span.begin + done;
           Position now[kOwn];
           Read raw[kOwn];
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (q0 + g * t.slices >= end) break;
+            if (done + g * t.slices >= most) break;
             i32 r7[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r7[u] = team.share(now[u / kShare].r7, g + u);
@@ -78,7 +82,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
         }
         join_slices<kMax>(r0, kLanes, t.slices);
       }
-      if (has && me.slice == 0) store(target<f16>(p, me.late(19)) + i64{bag} * 24 + f, r0);
+      if (has && me.slice == 0) store(out + i64{bag} * 24 + f, r0);
     }
   }
 }
@@ -94,9 +98,11 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
   const i64 s3 = me.word(4);
   const i32* const b5 = source<i32>(p, me.word(6));
   const f16* const b10 = source<f16>(p, me.word(11));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  auto* const out = kept(target<f16>(p, me.word(19)));
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 24; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 24;
@@ -106,14 +112,14 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
         const i32 total = static_cast<i32>(s2);
         const Range span{0, total};
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
+        const i32 end = span.end;
         struct Read { i32 r1; };
         const auto read = [&](i32 at_q) -> Read {
-          const i32 q = at_q < total ? at_q : total - 1;
+          const i32 q = at_q < end ? at_q : 0;
           Read found;
           found.r1 = load_one(b5 + i64{bag} * s3 + q);
           return found;
         };
-        const i32 end = span.end;
         struct Position {
           bool in; i32 r7;
         };
@@ -131,17 +137,19 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
           now.r7 = in ? r7 : static_cast<i32>(kSkipped);
           return now;
         };
-        const auto* const mine0 = b10 + f;
-        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+        const auto* const mine0 = kept(b10 + f);
+        const i32 most = end;
+        for (i32 done = 0; done < most; done += kOwn * team.size) {
+          const i32 q0 = span.begin + done;
           Position now[kOwn];
           Read raw[kOwn];
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (q0 + g * t.slices >= end) break;
+            if (done + g * t.slices >= most) break;
             i32 r7[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r7[u] = team.share(now[u / kShare].r7, g + u);
@@ -158,7 +166,7 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
         }
         join_slices<kMin>(r0, kLanes, t.slices);
       }
-      if (has && me.slice == 0) store(target<f16>(p, me.late(19)) + i64{bag} * 24 + f, r0);
+      if (has && me.slice == 0) store(out + i64{bag} * 24 + f, r0);
     }
   }
 }

@@ -11,9 +11,10 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   const i32* const b3 = source<i32>(p, me.word(4));
   const f32* const b8 = source<f32>(p, me.word(9));
   f32* const b15 = target<f32>(p, me.word(16));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 16; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 16;

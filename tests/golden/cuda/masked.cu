@@ -14,27 +14,29 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   const i64 s3 = me.word(4);
   const i32* const b5 = source<i32>(p, me.word(6));
   const f32* const b10 = source<f32>(p, me.word(11));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  auto* const out = kept(target<f32>(p, me.word(21)));
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 8;
       const i32 f = mine < 8 ? mine : 0;
       Row<f32, kVec> r0 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
-      i32 r8 = start_of<kSum>(immediate<i32>(0), team.rank());
+      i32 r8 = start_of<kSum>(immediate<i32>(0), team.rank);
       {
         const i32 total = static_cast<i32>(s2);
         const Range span{0, total};
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
+        const i32 end = span.end;
         struct Read { i32 r1; };
         const auto read = [&](i32 at_q) -> Read {
-          const i32 q = at_q < total ? at_q : total - 1;
+          const i32 q = at_q < end ? at_q : 0;
           Read found;
           found.r1 = load_one(b5 + i64{bag} * s3 + q);
           return found;
         };
-        const i32 end = span.end;
         struct Position {
           bool in; i32 r7; i32 r9;
         };
@@ -54,19 +56,21 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           now.r9 = r9;
           return now;
         };
-        const auto* const mine0 = b10 + f;
-        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+        const auto* const mine0 = kept(b10 + f);
+        const i32 most = end;
+        for (i32 done = 0; done < most; done += kOwn * team.size) {
+          const i32 q0 = span.begin + done;
           Position now[kOwn];
           Read raw[kOwn];
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r8, now[i].r9);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (q0 + g * t.slices >= end) break;
+            if (done + g * t.slices >= most) break;
             i32 r7[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r7[u] = team.share(now[u / kShare].r7, g + u);
@@ -88,7 +92,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       const i32 r11 = x_max(r8, r10);
       const f32 r12 = x_convert<f32>(r11);
       const Row<f32, kVec> r13 = x_div(r0, r12);
-      if (has && me.slice == 0) store(target<f32>(p, me.late(21)) + i64{bag} * 12 + f, r13);
+      if (has && me.slice == 0) store(out + i64{bag} * 12 + f, r13);
     }
   }
 }
@@ -101,9 +105,10 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
   const f32* const b3 = source<f32>(p, me.word(4));
   const f32* const b9 = source<f32>(p, me.word(10));
   f32* const b16 = target<f32>(p, me.word(17));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 4; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 4;

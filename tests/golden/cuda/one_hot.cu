@@ -12,9 +12,10 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   const f32* const b6 = source<f32>(p, me.word(7));
   f32* const b13 = target<f32>(p, me.word(14));
   const bool dirty_0 = block_non_finite(b6 + 0, 11, 8, 8);
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 8;

@@ -16,6 +16,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
   const i64 s7 = me.word(8);
   const i32* const b10 = source<i32>(p, me.word(11));
   const f32* const b15 = source<f32>(p, me.word(16));
+  auto* const out = kept(target<f32>(p, me.word(24)));
   const auto seg_3 = [&](i32 q) -> i64 {
     const i32 r0 = static_cast<i32>(q);
     const i32 r1 = search_scan<kRight>(r0, b5 + 0, s7);
@@ -23,9 +24,10 @@ __device__ __noinline__ void class_0_any(const Params& p) {
     const i32 r3 = x_sub(r1, r2);
     return static_cast<i64>(r3);
   };
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 40; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 40;
@@ -35,14 +37,14 @@ __device__ __noinline__ void class_0_any(const Params& p) {
         const i32 total = static_cast<i32>(s2);
         const Range span{0, total};
         constexpr int kFlight = 1, kOwn = own_numbers(kShare, kFlight);
+        const i32 end = span.end;
         struct Read { i32 r5; };
         const auto read = [&](i32 at_q) -> Read {
-          const i32 q = at_q < total ? at_q : total - 1;
+          const i32 q = at_q < end ? at_q : 0;
           Read found;
           found.r5 = load_one(b10 + q);
           return found;
         };
-        const i32 end = span.end;
         struct Position {
           bool in; i32 r11;
         };
@@ -60,17 +62,19 @@ __device__ __noinline__ void class_0_any(const Params& p) {
           now.r11 = in ? r11 : static_cast<i32>(kSkipped);
           return now;
         };
-        const auto* const mine4 = b15 + f;
-        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+        const auto* const mine4 = kept(b15 + f);
+        const i32 most = end;
+        for (i32 done = 0; done < most; done += kOwn * team.size) {
+          const i32 q0 = span.begin + done;
           Position now[kOwn];
           Read raw[kOwn];
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (q0 + g * t.slices >= end) break;
+            if (done + g * t.slices >= most) break;
             i32 r11[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r11[u] = team.share(now[u / kShare].r11, g + u);
@@ -87,7 +91,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
         }
         join_slices<kMax>(r4, kLanes, t.slices);
       }
-      if (has && me.slice == 0) store(target<f32>(p, me.late(24)) + i64{bag} * 40 + f, r4);
+      if (has && me.slice == 0) store(out + i64{bag} * 40 + f, r4);
     }
   }
 }
@@ -104,12 +108,14 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   const i64 s7 = me.word(8);
   const i32* const b10 = source<i32>(p, me.word(11));
   const f32* const b15 = source<f32>(p, me.word(16));
+  auto* const out = kept(target<f32>(p, me.word(24)));
   const auto* const splits_3 = b5;
   const bool ascends_3 = block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7);
   if (!ascends_3) return class_0_any(p);
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 40; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 40;
@@ -119,14 +125,14 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
         const i32 total = static_cast<i32>(s2);
         const Range span = split_range(splits_3, s7, total, bag);
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
+        const i32 end = span.end;
         struct Read { i32 r5; };
         const auto read = [&](i32 at_q) -> Read {
-          const i32 q = at_q < total ? at_q : total - 1;
+          const i32 q = at_q < end ? at_q : 0;
           Read found;
           found.r5 = load_one(b10 + q);
           return found;
         };
-        const i32 end = span.end;
         struct Position {
           bool in; i32 r11;
         };
@@ -144,17 +150,19 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           now.r11 = in ? r11 : static_cast<i32>(kSkipped);
           return now;
         };
-        const auto* const mine4 = b15 + f;
-        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+        const auto* const mine4 = kept(b15 + f);
+        const i32 most = team.most(end - span.begin);
+        for (i32 done = 0; done < most; done += kOwn * team.size) {
+          const i32 q0 = span.begin + done;
           Position now[kOwn];
           Read raw[kOwn];
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (q0 + g * t.slices >= end) break;
+            if (done + g * t.slices >= most) break;
             i32 r11[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r11[u] = team.share(now[u / kShare].r11, g + u);
@@ -169,9 +177,9 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        join_slices<kMax>(r4, kLanes, t.slices);
+        if (kShare == 1 || most > 0) join_slices<kMax>(r4, kLanes, t.slices); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
       }
-      if (has && me.slice == 0) store(target<f32>(p, me.late(24)) + i64{bag} * 40 + f, r4);
+      if (has && me.slice == 0) store(out + i64{bag} * 40 + f, r4);
     }
   }
 }

@@ -16,28 +16,30 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   const f32* const b9 = source<f32>(p, me.word(10));
   const i64 s12 = me.word(13);
   const f32* const b14 = source<f32>(p, me.word(15));
-  for (int at = 0; at < t.bags; at += me.step) {
-    const bool on = at + me.first < t.bags;
-    const i32 bag = static_cast<i32>(t.bag0) + (on ? at + me.first : 0);
+  auto* const out = kept(target<f32>(p, me.word(24)));
+  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
+    const bool on = at + me.first < bags;
+    const i32 bag = on ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 32; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 32;
       const i32 f = mine < 32 ? mine : 0;
       Row<f32, kVec> r0 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
-      i32 r7 = start_of<kSum>(immediate<i32>(0), team.rank());
+      i32 r7 = start_of<kSum>(immediate<i32>(0), team.rank);
       {
         const i32 total = static_cast<i32>(s2);
         const Range span{0, total};
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
+        const i32 end = span.end;
         struct Read { i32 r1; f32 r6; };
         const auto read = [&](i32 at_q) -> Read {
-          const i32 q = at_q < total ? at_q : total - 1;
+          const i32 q = at_q < end ? at_q : 0;
           Read found;
           found.r1 = load_one(b5 + i64{bag} * s3 + q);
           found.r6 = load_one(b14 + i64{bag} * s12 + q);
           return found;
         };
-        const i32 end = span.end;
         struct Position {
           bool in; i32 r5; f32 r6; i32 r8;
         };
@@ -57,19 +59,21 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           now.r8 = r8;
           return now;
         };
-        const auto* const mine0 = b9 + f;
-        for (i32 q0 = span.begin; q0 < end; q0 += kOwn * team.size) {
+        const auto* const mine0 = kept(b9 + f);
+        const i32 most = end;
+        for (i32 done = 0; done < most; done += kOwn * team.size) {
+          const i32 q0 = span.begin + done;
           Position now[kOwn];
           Read raw[kOwn];
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank());
+          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
           #pragma unroll
-          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank(), raw[i]);
+          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r7, now[i].r8);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (q0 + g * t.slices >= end) break;
+            if (done + g * t.slices >= most) break;
             i32 r5[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r5[u] = team.share(now[u / kShare].r5, g + u);
@@ -95,7 +99,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       const f32 r11 = x_convert<f32>(r10);
       const f32 r12 = x_sqrt(r11);
       const Row<f32, kVec> r13 = x_div(r0, r12);
-      if (has && me.slice == 0) store(target<f32>(p, me.late(24)) + i64{bag} * 32 + f, r13);
+      if (has && me.slice == 0) store(out + i64{bag} * 32 + f, r13);
     }
   }
 }
