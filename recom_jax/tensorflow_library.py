@@ -125,11 +125,16 @@ def kept_library(found: TensorFlow) -> pathlib.Path | None:
 def load(tf: Any) -> None:
     """Loads the library into the TensorFlow of this process. Any number of times, from any thread."""
     path = tensorflow_library()
-    tf.load_library(str(path))
-    library = ctypes.CDLL(str(path))
+    try:
+        tf.load_library(str(path))
+        library = ctypes.CDLL(str(path))
+    except Exception as why:  # TensorFlow's own types of errors
+        raise ExportError(f"the library {path} cannot be loaded: {why}") from why
     library.recom_tensorflow_status.restype = ctypes.c_char_p
     status = library.recom_tensorflow_status().decode(errors="replace")
-    if status and "already registered" not in status:
+    if (
+        status and "Duplicate FFI handler" not in status
+    ):  # a copy of the file was loaded before: as good
         raise ExportError(f"TensorFlow refuses the custom call: {status}")
 
 

@@ -374,3 +374,16 @@ def test_the_guides_examples_run(
     space: dict[str, Any] = {"__name__": "tensorflow.md"}
     for k, block in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL)):
         exec(compile(block, f"tensorflow.md, example {k}", "exec"), space)
+
+
+def test_a_second_copy_of_the_library_is_no_error(
+    tf: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy.so"
+    copy.write_bytes(export.tensorflow_library().read_bytes())
+    monkeypatch.setattr(tensorflow_library, "tensorflow_library", lambda: copy)
+    export.register_tensorflow()
+    missing = tmp_path / "none.so"
+    monkeypatch.setattr(tensorflow_library, "tensorflow_library", lambda: missing)
+    with pytest.raises(ExportError, match=r"none\.so cannot be loaded"):
+        export.register_tensorflow()

@@ -207,7 +207,13 @@ class Regions(Text):
         if b.args[0] or bits is None or dtype not in ("float32", "float64"):
             return False
         word = np.array([bits], np.int64).view(np.uint64)
-        return bool(np.isnan(word.astype(np.uint32).view(np.float32) if dtype == "float32" else word.view(np.float64))[0])
+        return bool(
+            np.isnan(
+                word.astype(np.uint32).view(np.float32)
+                if dtype == "float32"
+                else word.view(np.float64)
+            )[0]
+        )
 
     def may_miss(self, idx: int) -> bool:
         """Whether a row number may stand for a row that does not exist."""
