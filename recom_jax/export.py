@@ -136,7 +136,8 @@ def to_saved_model(
 
     _library.find_tensorflow()
     tf = _tensorflow()
-    signatures = _signatures(signature, polymorphic_shapes)
+    module = tf.Module()
+    signatures = _signatures(signature, polymorphic_shapes, module)
     for fn in [model, *(s.model for s in signatures.values() if s.model is not None)]:
         if not callable(fn) or isinstance(fn, Server):
             raise ArgumentError(
@@ -144,7 +145,6 @@ def to_saved_model(
                 "itself and the parameters"
             )
     with_paths, params_tree = _flatten(params)
-    module = tf.Module()
     variables = [
         tf.Variable(_canonical(leaf, f"params{jax.tree_util.keystr(at)}"), name=_identifier(at))
         for at, leaf in with_paths
@@ -179,7 +179,7 @@ def _tensorflow() -> Any:
     return tensorflow
 
 
-def _signatures(signature: Any, polymorphic_shapes: Any) -> dict[str, Signature]:
+def _signatures(signature: Any, polymorphic_shapes: Any, module: Any) -> dict[str, Signature]:
     if isinstance(signature, Signature):
         signature = {SERVING: signature}
     several = isinstance(signature, Mapping) and bool(signature) and all(
@@ -193,9 +193,10 @@ def _signatures(signature: Any, polymorphic_shapes: Any) -> dict[str, Signature]
             "Signature(inputs, polymorphic_shapes)"
         )
     for name in signature:
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*", name) or name == "params":
+        valid = isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w*", name)
+        if not valid or name == "params" or hasattr(module, name):
             raise ArgumentError(
-                f"signature {name!r}: a name is letters, digits and _, and not 'params'"
+                f"signature {name!r}: a name is letters, digits and _, and not 'params' or what a tf.Module has"
             )
     return dict(signature)
 
@@ -214,16 +215,10 @@ def _function(
 
     one = not isinstance(signature.inputs, tuple)
     inputs = (signature.inputs,) if one else signature.inputs
-    shapes = (signature.polymorphic_shapes,) if one else signature.polymorphic_shapes
     with_paths, inputs_tree = _flatten(inputs)
     parameters = _parameters(model, len(inputs))
     leaves = [_leaf(leaf, f"input {_shown(at, parameters)}") for at, leaf in with_paths]
-    # One string a leaf; as jax2tf, None is no name at all.
-    given = [None] * len(leaves)
-    if any(s is not None for s in jax.tree.leaves(shapes)):
-        given = jax.tree.leaves(
-            jax.tree.broadcast(shapes, inputs, is_leaf=_is_none), is_leaf=_is_none
-        )
+    given = _shapes_of(inputs, signature.polymorphic_shapes, one)
     scope = jax.export.SymbolicScope()
     for k, (at, _) in enumerate(with_paths):
         if given[k] is not None:
@@ -260,6 +255,23 @@ def _function(
         for s, name in zip(leaves, names, strict=True)
     ]
     return tf.function(call, input_signature=specs, jit_compile=jit_compile, autograph=False)
+
+
+def _shapes_of(inputs: tuple[Any, ...], shapes: Any, one: bool) -> list[str | None]:
+    """One string a leaf. `shapes` is as in jax2tf: a prefix of the inputs, or None; for one input, also in a list."""
+    listed = isinstance(shapes, (list, tuple))
+    if one and not (listed and len(shapes) == 1 and not isinstance(inputs[0], (list, tuple))):
+        shapes = (shapes,)
+    elif listed:
+        shapes = tuple(shapes)
+    try:
+        whole = jax.tree.broadcast(shapes, inputs, is_leaf=_is_none)
+    except ValueError as why:
+        raise ArgumentError(
+            f"polymorphic_shapes are a string for all inputs, or strings in the structure of the inputs: {why}"
+        ) from why
+    found: list[str | None] = list(_flatten(inputs)[1].flatten_up_to(whole))
+    return found
 
 
 def _flatten(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:

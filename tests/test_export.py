@@ -214,7 +214,7 @@ def saved(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     signatures = {
         "serving_default": Signature(make_batch(6)),
         "one": Signature(make_batch(1)),
-        "any": Signature(make_batch(6), "(b, ...)", score),
+        "any": Signature(make_batch(6), ["(b, ...)"], score),
     }
     module = export.to_saved_model(model, make_params(), folder, signatures, with_gradient=True)
     return SimpleNamespace(folder=folder, module=module)
@@ -364,6 +364,9 @@ def test_wrong_arguments(tf: Any, tmp_path: pathlib.Path) -> None:
     )
     fails({"params": Signature(batch)}, "signature 'params'")
     fails({"no-name": Signature(batch)}, "signature 'no-name'")
+    fails({"variables": Signature(batch)}, "signature 'variables'")
+    fails(batch, "polymorphic_shapes are a string", {"items": "(b, ...)"})
+    fails((batch,), "polymorphic_shapes are a string", ["(b, ...)", "(b,)"])
 
 
 def test_the_guides_examples_run(
