@@ -87,7 +87,7 @@ class Signature:
       inputs: what the model takes behind the parameters, by example: a tuple is one argument each, all else is one
         argument. Leaves have ``shape`` and ``dtype`` (arrays, `jax.ShapeDtypeStruct`, `tf.TensorSpec`).
       polymorphic_shapes: as in ``jax2tf.convert``, for `inputs` alone: "(b, ...)", or a tree of such strings; None:
-        all sizes are those of `inputs`.
+        all sizes are those of `inputs`. A list may begin with None for the parameters.
       model: the function of this signature; None: the one that `to_saved_model` was given.
     """
 
@@ -260,7 +260,10 @@ def _function(
 def _shapes_of(inputs: tuple[Any, ...], shapes: Any, one: bool) -> list[str | None]:
     """One string a leaf. `shapes` is as in jax2tf: a prefix of the inputs, or None; for one input, also in a list."""
     listed = isinstance(shapes, (list, tuple))
-    if one and not (listed and len(shapes) == 1 and not isinstance(inputs[0], (list, tuple))):
+    plain = not one or not isinstance(inputs[0], (list, tuple))
+    if listed and plain and len(shapes) == len(inputs) + 1 and shapes[0] is None:
+        shapes = shapes[1:]  # it was that of the parameters
+    if one and not (listed and plain and len(shapes) == 1):
         shapes = (shapes,)
     elif listed:
         shapes = tuple(shapes)

@@ -318,7 +318,7 @@ def test_trees_of_any_kind_without_jit_compile(tf: Any, tmp_path: pathlib.Path) 
         [tf.TensorSpec([None], tf.int32), jax.ShapeDtypeStruct((5,), np.float32)],
     )
     module = export.to_saved_model(
-        fn, tables, tmp_path, inputs, ("(b,)", ["(b,)", "(b,)"]), jit_compile=False
+        fn, tables, tmp_path, inputs, [None, "(b,)", ["(b,)", "(b,)"]], jit_compile=False
     )
     assert list(module.params) == ["0", "1"]
     loaded = tf.saved_model.load(str(tmp_path)).signatures["serving_default"]
