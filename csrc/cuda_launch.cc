@@ -10,6 +10,7 @@
 namespace recom {
 namespace {
 
+using decode::check_version;
 using decode::Reader;
 
 [[noreturn]] void fail(const std::string& what) { throw ProgramError("recom launch: " + what); }
@@ -84,7 +85,7 @@ LaunchWords decode_launch(const Program& program, std::string_view bytes) {
   if (!bytes.empty()) std::memcpy(words.data(), bytes.data(), bytes.size());
   Reader r(words.data(), words.size());
   check(!r.done() && r.next() == kLaunchMagic, "not launch words (bad magic)");
-  check(r.next() == kLaunchVersion, "unknown version");
+  check_version(r.next(), kLaunchVersion, "launch format");
   const int64_t n_classes = r.count("launch classes", 4), n_units = r.count("launch units", 2);
   LaunchWords out;
   for (int64_t i = 0; i < n_classes; ++i) out.classes.push_back(read_class(&r, program));

@@ -22,6 +22,16 @@ inline void check(bool ok, const char* what) {
   if (!ok) fail(what);
 }
 
+// Refuses words of another version. They may come from an exported model: says what its user can
+// do.
+inline void check_version(int64_t version, int64_t known, const char* what) {
+  if (version == known) return;
+  fail(std::string(what) + " version " + std::to_string(version) +
+       ", this recom_jax reads version " + std::to_string(known) +
+       (version > known ? ": install the recom_jax that exported the model, or a newer one"
+                        : ": export the model again with this recom_jax"));
+}
+
 class Reader {
  public:
   Reader(const int64_t* words, int64_t n) : p_(words), end_(words + n) {}

@@ -15,6 +15,7 @@ namespace recom {
 namespace {
 
 using decode::check;
+using decode::check_version;
 using decode::decode_class;
 using decode::fail;
 using decode::kMaxRank;
@@ -84,7 +85,7 @@ std::shared_ptr<const Program> decode_program(std::string_view bytes) {
   if (!bytes.empty()) std::memcpy(words.data(), bytes.data(), bytes.size());
   Reader r(words.data(), words.size());
   check(!r.done() && r.next() == kProgramMagic, "not a program (bad magic)");
-  if (r.next() != kVersion) fail("unknown version");
+  check_version(r.next(), kVersion, "program format");
   check(r.next() == static_cast<int64_t>(words.size()), "wrong length");
   auto p = std::make_shared<Program>();
   const int64_t n_dims = r.count("dims", 3), n_operands = r.count("operands", 2);

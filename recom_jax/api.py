@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from recom_jax import compat, pipeline
+from recom_jax.buckets import Buckets
 from recom_jax.errors import ArgumentError, RecomError, trace_error
 from recom_jax.explain import Report, report_of
 from recom_jax.options import Options
@@ -66,11 +67,14 @@ class OptimizedFunction:
             static_argnums=signature.static_argnums or None,
             static_argnames=signature.static_argnames or None,
         )
+        self._buckets = Buckets(fn, signature, options) if options.batch_buckets else None
         self._reports: dict[Any, Report] = {}
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            if self._buckets is not None and not compat.tracing():
+                return self._buckets.call(self._jitted, args, kwargs)
             return self._jitted(*args, **kwargs)
         except RecomError:
             raise
@@ -138,6 +142,8 @@ class OptimizedFunction:
     # ---- tracing ------------------------------------------------------------------------------------------
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
+        if not compat.tracing():  # jax_disable_jit, or JAX looks for the operation that made a NaN
+            return self._fn(*args, **kwargs)
         call = self._signature.split(args, kwargs)
         compiled = self._compile(call)
         outs = compat.jaxpr_as_fun(compiled.jaxpr)(*call.leaves)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
@@ -20,6 +22,7 @@ from jax._src import effects as _effects
 from jax._src import linear_util as _lu
 from jax._src import source_info_util as _source
 from jax._src.export import _export
+from jax._src.export import shape_poly as _poly
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import pxla as _pxla
 from jax._src.state.types import ReadEffect
@@ -112,6 +115,31 @@ def is_plain_jit(eqn: Any) -> bool:
     return not any(p.get("donated_invars", ())) and not p.get("compiler_options_kvs", ())
 
 
+def sparse_product(eqn: Any) -> Any | None:
+    """``matrix @ table`` of ``bcoo_dot_general`` as the lookup and scatter that JAX lowers it to, a closed jaxpr.
+
+    None for what is no such product, and where cuSPARSE is asked for (``jax_bcoo_cusparse_lowering``).
+    """
+    p = eqn.params
+    (left, right), (batch, _) = p["dimension_numbers"]
+    data, table = eqn.invars[0].aval, eqn.invars[-1].aval
+    plain = (tuple(left), tuple(right), tuple(batch)) == ((1,), (0,), ())
+    if not plain or len(data.shape) != 1 or len(table.shape) != 2:
+        return None
+    if getattr(jax.config, "jax_bcoo_cusparse_lowering", False):
+        return None
+    bags, dtype = p["lhs_spinfo"].shape[0], p["preferred_element_type"]
+
+    def product(data: Any, indices: Any, table: Any) -> Any:
+        rows = table.at[indices[:, 1]].get(mode="fill", fill_value=0)
+        each = (((), ()), ((0,), (0,)))
+        rows = jax.lax.dot_general(data, rows, each, preferred_element_type=dtype)
+        return jnp.zeros((bags, table.shape[1]), rows.dtype).at[indices[:, 0]].add(rows)
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return jax.make_jaxpr(product)(*avals)
+
+
 _JAX_SOURCES = os.path.dirname(jax.__file__) + os.sep
 
 
@@ -130,6 +158,15 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
             if hasattr(inner, "eqns"):
                 found.append(inner)
     return found
+
+
+def scan_inputs(eqn: Any) -> tuple[int, int]:
+    """How many of a scan's inputs are constants, and how many are carried; the rest is scanned over."""
+    p = eqn.params
+    if "num_consts" in p:
+        return int(p["num_consts"]), int(p["num_carry"])
+    consts, carry, _ = p["ft_in"].unpack()  # 0.12
+    return len(consts), len(carry)
 
 
 def source_line(eqn: Any) -> str:
@@ -217,6 +254,46 @@ def zero_tangent(primal_out: Any) -> Any:
     return ad.Zero(_core.typeof(primal_out).to_tangent_aval())
 
 
+# ---- symbolic dimensions -----------------------------------------------------------------------------------------
+
+Inconclusive = _core.InconclusiveDimensionOperation
+
+
+def is_symbolic(dim: Any) -> bool:
+    """Whether a size of a shape is an expression in dimension variables (`jax.export`)."""
+    return not isinstance(dim, int) and _core.is_symbolic_dim(dim)
+
+
+def dim_terms(dim: Any) -> list[tuple[int, list[tuple[Any, int]]]]:
+    """A symbolic dimension as a sum: (coefficient, [(factor, exponent)]) of each term.
+
+    A factor is the name of a variable, or (operation, operands) with "floordiv", "mod", "max" or "min".
+    """
+    return [
+        (int(coef), [(f.var or (f.operation, tuple(f.operands)), int(n)) for f, n in term._factors])
+        for term, coef in dim._sorted_terms
+    ]
+
+
+def dim_bounds(dim: Any) -> tuple[int | None, int | None]:
+    """The lowest and highest value that JAX can prove, None where it knows no bound."""
+    low, high = _poly._bounds_decision(dim, _poly.BoundsPrecision.BEST)
+    return (
+        None if low == float("-inf") else int(low),
+        None if high == float("inf") else int(high),
+    )
+
+
+def dim_variable(dim: Any, name: str) -> Any:
+    """The variable `name` of a symbolic dimension's scope; an expression where a constraint defines it."""
+    return _poly._DimExpr._from_var(name, dim.scope)
+
+
+def dim_constraints(dim: Any) -> list[tuple[bool, Any]]:
+    """What the user promised of a dimension's scope: (whether it is an equality, difference of both sides)."""
+    return [(c.cmp == _poly.Comparator.EQ, c.diff) for c in dim.scope._explicit_constraints]
+
+
 # ---- arrays that a traced function closes over, as operands (see `operands`) -------------------------------------
 
 
@@ -248,6 +325,11 @@ def register_operand_type(kind: type[Any], arrays: Callable[[Sequence[Any]], lis
     _pxla.shard_arg_handlers[kind] = shard
 
 
+def enable_x64() -> bool:
+    """Whether JAX has 64-bit types at this time, in this thread."""
+    return bool(_config.enable_x64.value)
+
+
 def promise_stable(target: str) -> None:
     """Lets ``jax.export`` serialize calls of a custom call target, as it does those of JAX's own stable ones."""
     _export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE.add(target)
@@ -277,3 +359,38 @@ def stablehlo_target(version: tuple[int, ...]) -> Iterator[None]:
             yield
         finally:
             hlo.get_version_from_compatibility_requirement = original
+
+
+def identity_primitive(name: str, label: str, transposed: Callable[[str], str]) -> Any:
+    """A primitive that returns its operands, with a string parameter `label`; its transpose has `transposed` of it."""
+    prim = Primitive(name)
+    prim.multiple_results = True
+    prim.def_impl(lambda *args, **_: list(args))
+    prim.def_abstract_eval(lambda *avals, **_: list(avals))
+    mlir.register_lowering(prim, lambda ctx, *args, **_: args)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        out = prim.bind(*primals, **params)
+        live = [k for k, t in enumerate(tangents) if not is_zero_tangent(t)]
+        moved = list(tangents)
+        if live:
+            for k, t in zip(live, prim.bind(*[tangents[k] for k in live], **params), strict=True):
+                moved[k] = t
+        return out, moved
+
+    def transpose(cotangents: Any, *operands: Any, **params: Any) -> Any:
+        live = [k for k, t in enumerate(cotangents) if not isinstance(t, ad.Zero)]
+        moved = list(cotangents)
+        if live:
+            params = {**params, label: transposed(params[label])}
+            for k, t in zip(live, prim.bind(*[cotangents[k] for k in live], **params), strict=True):
+                moved[k] = t
+        return moved
+
+    ad.primitive_jvps[prim] = jvp
+    ad.primitive_transposes[prim] = transpose
+    batching.primitive_batchers[prim] = lambda args, dims, **params: (
+        prim.bind(*args, **params),
+        list(dims),
+    )
+    return prim

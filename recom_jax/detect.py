@@ -20,6 +20,7 @@ from recom_jax import compat, ir
 from recom_jax.shape_solver.dims import DimLike
 from recom_jax.shape_solver.unify import Unifier
 from recom_jax.subgraph import producers
+from recom_jax.symbolic import Sizes
 
 Shape = tuple[DimLike, ...]
 
@@ -42,7 +43,8 @@ DTYPES = frozenset(
 )
 
 
-DEEPEST = 100  # operations inside one another
+DEEPEST = 150  # operations inside one another
+SYMBOLIC = "a size that is symbolic in this trace (jax.export)"
 
 
 class Refuse(Exception):
@@ -114,13 +116,14 @@ class Detected:
     value_of: dict[int, Any]
     arguments: frozenset[int]
     operands: dict[int, Val]
+    sizes: Sizes
     late: tuple[Any, ...] = ()
     others: tuple[tuple[Any, str], ...] = ()
 
     def shape_of(self, var: Any) -> Shape:
         """The sizes of a variable read as an operand."""
         known = self.operands.get(id(var))
-        return known.shape if known is not None else tuple(map(int, var.aval.shape))
+        return known.shape if known is not None else self.sizes.shape(var.aval.shape)
 
     def __str__(self) -> str:
         lines = [f"{len(self.outputs)} fused results, {len(self.kept)} equations left to XLA"]
@@ -146,6 +149,7 @@ class Detector:
         self.forced = forced
         self.pool = ir.Pool()
         self.unifier = Unifier()
+        self.sizes = Sizes(self.unifier)
         self.env: dict[int, Val] = {}
         self.operands: dict[int, Val] = {}
         self.reads: list[Read] = []
@@ -155,6 +159,12 @@ class Detector:
         self._depth: dict[int, int] = {}
         self.extra_consts: list[tuple[Any, Any]] = []
         jaxpr = compat.open_jaxpr(closed)
+        self.symbolic = any(
+            type(n) is not int and compat.is_symbolic(n)
+            for vars in (jaxpr.invars, jaxpr.constvars, *(e.outvars for e in jaxpr.eqns))
+            for v in vars
+            for n in getattr(v.aval, "shape", ())
+        )
         self.arguments = frozenset(map(id, (*jaxpr.invars, *jaxpr.constvars)))
         for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
             if not compat.is_tracer(value):
@@ -187,25 +197,42 @@ class Detector:
             shape = (
                 known.shape
                 if known is not None
-                else tuple(self.unifier.fresh(kind, int(d)) for d in var.aval.shape)
+                else tuple(self.axis(kind, d) for d in var.aval.shape)
             )
             found = self.operands[id(var)] = Val(
                 shape, self.pool.load(var, dtype, 0, row_major(shape))
             )
         return found
 
-    def literal_dim(self, size: int) -> DimLike:
+    def axis(self, kind: str, size: Any) -> DimLike:
+        """The size of an operand's axis: a symbol of its own.
+
+        In a symbolic trace it is what JAX says, numbers included: they belong to the type of what is exported.
+        """
+        found = self.sizes.of(size)
+        if self.symbolic or not isinstance(found, int):
+            return found
+        return self.unifier.fresh(kind, found)
+
+    def literal_dim(self, size: Any) -> DimLike:
         """A size written in the program: a symbol of its own unless it is 1 (it may turn out to be the batch)."""
-        if not isinstance(size, (int, np.integer)):
-            raise Refuse("a size that is symbolic in this trace (jax.export)")
-        return 1 if size == 1 else self.unifier.fresh("n", int(size), literal=True)
+        found = self.sizes.of(size)
+        if found == 1 or self.symbolic or not isinstance(found, int):
+            return found
+        return self.unifier.fresh("n", found, literal=True)
+
+    def same(self, a: DimLike, b: DimLike) -> bool:
+        """Whether two sizes are equal in every call that this trace stands for."""
+        return a is b or self.unifier.known(a) == self.unifier.known(b)
+
+    def is_one(self, d: DimLike) -> bool:
+        return self.unifier.known(d) == 1
 
     def join(self, shapes: Sequence[Shape]) -> Shape:
         """The common shape of an elementwise operation; scalars fit everything, size 1 stretches."""
         rank = max(map(len, shapes))
         full = [s for s in shapes if len(s) == rank]
         out = list(full[0])
-        value = self.unifier.value
         for other in full[1:]:
             if other is full[0]:
                 continue
@@ -213,8 +240,10 @@ class Detector:
                 a = out[k]
                 if a is b or a == b:
                     continue
-                if value(a) != value(b):  # lax stretches axes of size 1
-                    out[k] = b if value(a) == 1 else a
+                if not self.same(a, b):  # lax stretches axes of size 1
+                    out[k] = b if self.is_one(a) else a
+                elif a == 1 or b == 1:  # a batch of 1 is no fact about the batch
+                    out[k] = b if a == 1 else a
                 else:
                     self.unifier.unify(a, b)
         return tuple(out)
@@ -230,8 +259,7 @@ class Detector:
             return expr if rank == 0 else self.pool.remap(expr, 0, lambda s, o: (zeros, o))
         if len(v.shape) != rank:
             raise Refuse("operands of different rank")
-        value = self.unifier.value
-        flat = [k for k in range(rank) if value(v.shape[k]) != value(shape[k])]
+        flat = [k for k in range(rank) if self.is_one(v.shape[k]) and not self.is_one(shape[k])]
         if not flat:
             return expr
         return self.pool.remap(
@@ -277,6 +305,10 @@ class Detector:
             except (Refuse, ir.NotAffine) as why:
                 del self.reads[reads_before:]
                 refused_read(self, eqn, str(why))
+                continue
+            except compat.Inconclusive:  # what a rule needs to know is no fact of all sizes
+                del self.reads[reads_before:]
+                refused_read(self, eqn, SYMBOLIC)
                 continue
             except Exception as why:  # a defect of ours in one rule costs one column its fusion, not the user a call
                 if self.options.verifies:
@@ -392,6 +424,7 @@ class Detector:
             self.value_of,
             self.arguments,
             self.operands,
+            self.sizes,
             tuple(late),
             tuple(self.others),
         )
@@ -445,8 +478,6 @@ def dtype_name(aval: Any) -> str:
         name = _NAMES[dtype] = str(dtype)
     if name not in DTYPES:
         raise Refuse(f"values of type {name}")
-    if not all(isinstance(n, int) for n in aval.shape):
-        raise Refuse("a size that is symbolic in this trace (jax.export)")
     return name
 
 

@@ -8,30 +8,71 @@ import numpy as np
 
 from recom_jax import ir
 from recom_jax.detect import Detector, Refuse, Rule, Shape, Val, dtype_name
-from recom_jax.detect_rules import identity_of, reduce_axes
+from recom_jax.detect_rules import elementwise, identity_of, reduce_axes
 from recom_jax.detect_tables import base_table, exact_index, index_component, make_take
 from recom_jax.shape_solver.dims import DimLike
 
 # ---- one-hot -------------------------------------------------------------------------------------------------
 
 
-def _one_hot_ids(e: ir.Expr, axis: int) -> ir.Expr | None:
-    """`ids` where `e` is ``convert(eq(ids, iota over axis))``, else None."""
-    if not (isinstance(e, ir.Op) and e.name == "convert"):
+def _class_ids(e: ir.Expr, axis: int) -> ir.Expr | None:
+    """`ids` where `e` is ``eq(ids, iota over axis)``, else None."""
+    if not (isinstance(e, ir.Op) and e.name == "eq"):
         return None
-    eq = e.args[0]
-    if not (isinstance(eq, ir.Op) and eq.name == "eq"):
-        return None
-    memo: dict[int, frozenset[int]] = {}
-    for ids, iota in (eq.args, eq.args[::-1]):
+    for ids, iota in (e.args, e.args[::-1]):
         if (
             isinstance(iota, ir.Affine)
             and iota.offset == 0
             and all(s == int(k == axis) for k, s in enumerate(iota.strides))
-            and axis not in ir.depends(ids, memo)
+            and axis not in ir.depends(ids, {})
         ):
             return ids
     return None
+
+
+def _one_hot_ids(d: Detector, e: ir.Expr, axis: int) -> ir.Expr | None:
+    """The ids whose one-hot vectors along `axis` an expression is, else None.
+
+    ``convert(eq(ids, iota))``, or that under a mask, however the mask is put on: where it is false the id is -1,
+    which no class has.
+    """
+    if not isinstance(e, ir.Op):
+        return None
+    mask: ir.Expr | None = None
+    if e.name == "convert" and isinstance(e.args[0], ir.Op) and e.args[0].dtype == "bool":
+        inner = e.args[0]
+        if inner.name != "and":
+            return _class_ids(inner, axis)
+        for a, b in (inner.args, inner.args[::-1]):
+            ids = _class_ids(a, axis)
+            if ids is not None:
+                mask = b
+                break
+    elif e.name == "select" and isinstance(e.args[1], ir.Const) and e.args[1].value == 0:
+        pred, _, kept = e.args
+        ids = _class_ids(pred, axis)
+        if ids is not None:  # one_hot(ids) * mask
+            if isinstance(kept, ir.Op) and kept.name == "convert" and kept.args[0].dtype == "bool":
+                mask = kept.args[0]
+        else:  # where(mask, one_hot(ids), 0)
+            ids, mask = _one_hot_ids(d, kept, axis), pred
+    else:
+        return None
+    if ids is None or mask is None or axis in ir.depends(mask, {}) or not mask.exact:
+        return None
+    if not ids.dtype.startswith("int"):
+        return None
+    return d.pool.op("select", ids.dtype, mask, d.pool.const(ids.dtype, -1), ids)
+
+
+def _refuse_other_one_hot(e: ir.Expr, axis: int) -> None:
+    """Names what a product with classes is, where it is no lookup: a reader of `explain` looks for it."""
+    classes = [x for x in ir.walk(e) if isinstance(x, ir.Op) and x.name == "eq"]
+    if not any(_class_ids(x, axis) is not None for x in classes):
+        return
+    if isinstance(e, ir.Reduce) and e.kind != "sum":
+        raise Refuse("a one-hot product that takes each id once")
+    raise Refuse("a weighted one-hot product")
 
 
 def _dot_general(d: Detector, eqn: Any) -> Val | None:
@@ -42,7 +83,7 @@ def _dot_general(d: Detector, eqn: Any) -> Val | None:
         one_hot = _one_hot_product(d, eqn, lhs, int(lc[0]), *found)
         if one_hot is not None:
             return one_hot
-    return _weighted_bag(d, eqn)
+    return _scaled_rows(d, eqn) or _weighted_bag(d, eqn)
 
 
 def _one_hot_product(
@@ -55,8 +96,9 @@ def _one_hot_product(
     if left.expr is None or left.takes:
         return None
     pooled = left.expr if isinstance(left.expr, ir.Reduce) and left.expr.kind == "sum" else None
-    ids = _one_hot_ids(pooled.arg if pooled is not None else left.expr, contract)
+    ids = _one_hot_ids(d, pooled.arg if pooled is not None else left.expr, contract)
     if ids is None:
+        _refuse_other_one_hot(left.expr, contract)
         return None
     if "one-hot-to-lookup" in d.disabled:
         raise Refuse("rewrite one-hot-to-lookup is disabled")
@@ -100,6 +142,27 @@ def _one_hot_product(
         expr = d.pool.reduce("sum", expr, pooled.sizes, 0.0)
     shape: Shape = (*(left.shape[k] for k in range(rank) if k != contract), width)
     return Val(shape, expr)
+
+
+def _scaled_rows(d: Detector, eqn: Any) -> Val | None:
+    """A product without a sum: ``rows[n, d] * weights[n]``, as products of sparse matrices have it."""
+    (lc, _), (lb, rb) = eqn.params["dimension_numbers"]
+    if lc or (tuple(lb), tuple(rb)) != ((0,), (0,)):
+        return None
+    if [len(v.aval.shape) for v in eqn.invars] != [1, 2]:
+        return None
+    try:
+        weights, rows = (d.val(v) for v in eqn.invars)
+    except Refuse:
+        return None
+    dtype = dtype_name(eqn.outvars[0].aval)
+    if weights.expr is None or rows.expr is None or not rows.takes or weights.takes:
+        return None
+    if not (dtype == rows.expr.dtype == weights.expr.dtype) or ir.is_16bit(dtype):
+        return None
+    d.unifier.unify(rows.shape[0], weights.shape[0])
+    spread = d.pool.remap(weights.expr, 1, lambda s, o: ((s[0], 0), o))
+    return Val(rows.shape, elementwise(d, "mul", dtype, [spread, rows.expr]))
 
 
 def _weighted_bag(d: Detector, eqn: Any) -> Val | None:
@@ -194,7 +257,10 @@ def _scatter(d: Detector, eqn: Any) -> Val | None:
     d.unifier.unify(total, index.shape[0])
     if rank == 2:
         d.unifier.unify(data.shape[1], into.shape[1])
-    shape = (into.shape[0], *data.shape[1:])
+    bags = into.shape[0]
+    if isinstance(bags, int) and not d.symbolic:  # one bag: as many as in any other trace
+        bags = d.unifier.fresh("n", bags, literal=True)
+    shape = (bags, *data.shape[1:])
     bag = (1, *((0,) * (rank - 1)))
     feature = tuple(int(k == 1) for k in range(rank))
     return Val(

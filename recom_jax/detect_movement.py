@@ -7,10 +7,10 @@ result, becomes an assembly of parts in the result's memory.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from recom_jax import ir
+from recom_jax import compat, ir
 from recom_jax.detect import Detector, Part, Refuse, Rule, Shape, Val, dtype_name, row_major
 from recom_jax.shape_solver.dims import DimLike, exact_div, product, split
 
@@ -29,7 +29,7 @@ def _broadcast_in_dim(d: Detector, eqn: Any) -> Val:
     shape: list[DimLike | None] = [None] * len(sizes)
     keeps = []
     for k, axis in enumerate(where):
-        if old[k] == sizes[axis]:
+        if old[k] != 1 or sizes[axis] == 1:
             shape[axis] = v.shape[k]
             keeps.append((k, axis))
     new = tuple(d.literal_dim(n) if s is None else s for s, n in zip(shape, sizes, strict=True))
@@ -73,21 +73,21 @@ def _slice(d: Detector, eqn: Any) -> Val:
     v = d.val(eqn.invars[0])
     p = eqn.params
     steps = p["strides"] or (1,) * len(v.shape)
+    starts = d.sizes.shape(p["start_indices"])
     old = eqn.invars[0].aval.shape
     sizes = eqn.outvars[0].aval.shape
     shape = tuple(
         v.shape[k]
         if sizes[k] == old[k]
-        else v.shape[k] - int(p["start_indices"][k])
-        if p["limit_indices"][k] == old[k] and steps[k] == 1 and old[k] > 1
+        else v.shape[k] - starts[k]
+        if p["limit_indices"][k] == old[k] and steps[k] == 1 and old[k] != 1
         else d.literal_dim(sizes[k])
         for k in range(len(old))
     )
-    starts = p["start_indices"]
 
     def f(strides: ir.Strides, offset: DimLike) -> tuple[ir.Strides, DimLike]:
         for k, s in enumerate(strides):
-            offset = offset + s * int(starts[k])
+            offset = offset + s * starts[k]
         return tuple(s * int(n) for s, n in zip(strides, steps, strict=True)), offset
 
     return _remap(d, v, shape, f)
@@ -107,15 +107,18 @@ def _rev(d: Detector, eqn: Any) -> Val:
 
 def _split(d: Detector, eqn: Any) -> list[Val | None]:
     v = d.val(eqn.invars[0])
-    axis, out, start = eqn.params["axis"], [], 0
+    axis, out = eqn.params["axis"], []
+    start: DimLike = 0
     for size in eqn.params["sizes"]:
         shape = tuple(d.literal_dim(size) if k == axis else s for k, s in enumerate(v.shape))
 
-        def f(strides: ir.Strides, offset: DimLike, at: int = start) -> tuple[ir.Strides, DimLike]:
+        def f(
+            strides: ir.Strides, offset: DimLike, at: DimLike = start
+        ) -> tuple[ir.Strides, DimLike]:
             return strides, offset + strides[axis] * at
 
         out.append(_remap(d, v, shape, f))
-        start += int(size)
+        start = start + d.sizes.of(size)
     return list(out)
 
 
@@ -138,34 +141,40 @@ def _reshape(d: Detector, eqn: Any) -> Val:
     return reshape(d, v, _new_shape(d, v.shape, old, new))
 
 
-def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
-    """Splits two shapes of equal size into the shortest runs of axes with equal products."""
+def _groups(
+    value: Callable[[DimLike], int], old: Sequence[DimLike], new: Sequence[DimLike]
+) -> list[tuple[range, range]]:
+    """Splits two shapes of equal size into the shortest runs of axes with equal products.
+
+    Args:
+      value: an example of a size, which decides the side to go on with; that products are equal is decided on the
+        sizes themselves. Where that cannot be seen, a run goes on: longer ones are right as well.
+    """
     out, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         i0, j0 = i, j
-        a = old[i] if i < len(old) else 1
-        b = new[j] if j < len(new) else 1
+        a: DimLike = old[i] if i < len(old) else 1
+        b: DimLike = new[j] if j < len(new) else 1
         i, j = min(i + 1, len(old)), min(j + 1, len(new))
-        while a != b:
-            if a < b and i < len(old):
-                a *= old[i]
+        while a != b and (i < len(old) or j < len(new)):
+            if i < len(old) and (value(a) < value(b) or j == len(new)):
+                a = a * old[i]
                 i += 1
-            elif j < len(new):
-                b *= new[j]
-                j += 1
             else:
-                a *= old[i]
-                i += 1
+                b = b * new[j]
+                j += 1
         out.append((range(i0, i), range(j0, j)))
     return out
 
 
-def _new_shape(d: Detector, dims: Shape, old: Sequence[int], new: Sequence[int]) -> Shape:
+def _new_shape(d: Detector, dims: Shape, old: Sequence[Any], new: Sequence[Any]) -> Shape:
     """Names the sizes of a reshape's result by provenance where a factor is recognisable."""
     shape: list[DimLike] = []
     if 0 in old:
         return tuple(d.literal_dim(n) for n in new)
-    for olds, news in _groups(old, new):
+    if any(map(compat.is_symbolic, (*old, *new))):
+        return _new_symbolic_shape(d, dims, old, new)
+    for olds, news in _groups(d.unifier.value, old, new):
         whole = product([dims[k] for k in olds])
         real = [j for j in news if new[j] != 1]
         if len(real) == 1:
@@ -196,6 +205,17 @@ def _new_shape(d: Detector, dims: Shape, old: Sequence[int], new: Sequence[int])
     return tuple(shape)
 
 
+def _new_symbolic_shape(d: Detector, dims: Shape, old: Sequence[Any], new: Sequence[Any]) -> Shape:
+    """The sizes as JAX has them; a number is the old axis's own where it is the same axis."""
+    shape: list[DimLike] = [d.sizes.of(n) for n in new]
+    for olds, news in _groups(d.unifier.value, d.sizes.shape(old), shape):
+        kept = [k for k in olds if old[k] != 1]
+        real = [j for j in news if new[j] != 1]
+        if len(kept) == len(real) == 1:
+            shape[real[0]] = dims[kept[0]]
+    return tuple(shape)
+
+
 def reshape(d: Detector, v: Val, shape: Shape) -> Val:
     """A reshape: by strides where they merge, else (for lookups) as an assembly in the same memory."""
     if v.expr is None:
@@ -209,8 +229,8 @@ def reshape(d: Detector, v: Val, shape: Shape) -> Val:
 
 
 def _merge_and_split(d: Detector, old: Shape, new: Shape) -> ir.Remap:
-    value = d.unifier.value
-    groups = _groups([value(s) for s in old], [value(s) for s in new])
+    known = d.unifier.known
+    groups = _groups(d.unifier.value, list(map(known, old)), list(map(known, new)))
 
     def f(strides: ir.Strides, offset: DimLike) -> tuple[ir.Strides, DimLike]:
         out: list[DimLike] = []
@@ -275,17 +295,17 @@ def _move(d: Detector, p: Part, shape: Shape, strides: ir.Strides, start: DimLik
     """Moves a part of a dense buffer of `shape` into one with other strides.
 
     Every stride is decomposed into steps along the buffer's axes; that is right only while no part runs
-    over the end of an axis, which is checked on this trace's sizes.
+    over the end of an axis, which is proven for all sizes the trace stands for.
     """
     dense = row_major(shape)
-    value = d.unifier.value
-    if any(value(n) == 0 for n in shape):  # nothing is in it, so nothing has a place to keep
+    known = d.unifier.known
+    if any(known(n) == 0 for n in shape):  # nothing is in it, so nothing has a place to keep
         return Part(p.expr, p.shape, start, (0,) * len(p.strides))
 
     def decompose(step: DimLike) -> list[DimLike]:
         out: list[DimLike] = []
         for k, unit in enumerate(dense):
-            if value(shape[k]) <= 1:
+            if known(shape[k]) == 1:
                 out.append(0)
                 continue
             q, step = split(step, unit)
@@ -296,14 +316,13 @@ def _move(d: Detector, p: Part, shape: Shape, strides: ir.Strides, start: DimLik
 
     steps = [decompose(s) for s in p.strides]
     base = decompose(p.offset)
-    for k in range(len(shape)):
-        last = value(base[k]) + sum(
-            (value(n) - 1) * value(s[k])
-            for n, s in zip(p.shape, steps, strict=True)
-            if value(n) > 0
-        )
-        if value(shape[k]) > 1 and last >= value(shape[k]) and all(value(n) > 0 for n in p.shape):
-            raise Refuse("a part that spans rows of a concatenation")
+    if not any(known(n) == 0 for n in p.shape):
+        for k in range(len(shape)):
+            last = base[k]
+            for n, s in zip(p.shape, steps, strict=True):
+                last = last + (n - 1) * s[k]
+            if not d.is_one(shape[k]) and not d.sizes.never_negative(shape[k] - 1 - last):
+                raise Refuse("a part that spans rows of a concatenation")
 
     def weigh(q: Sequence[DimLike]) -> DimLike:
         total: DimLike = 0

@@ -17,6 +17,7 @@ import numpy as np
 from recom_jax import compat, ir
 from recom_jax.detect import Detector, Refuse, Rule, Val, dtype_name
 from recom_jax.detect_movement import MOVEMENT_RULES
+from recom_jax.detect_symbolic import dim_as_value, is_size
 
 BINARY = {
     "add": "add",
@@ -79,6 +80,10 @@ def elementwise(d: Detector, name: str, dtype: str, args: Sequence[ir.Expr]) -> 
             exact = False
             if looked_up and not _pooled(args[0]):
                 raise Refuse("division by a constant, which XLA turns into a multiplication")
+        if name == "div" and is_size(args[1]):  # a constant once the program is compiled
+            exact = False
+            if looked_up and not _pooled(args[0]):
+                raise Refuse("division by a size, which XLA turns into a multiplication")
         if name == "sqrt" and looked_up:
             raise Refuse("sqrt of looked-up values")
     elif ir.is_float(of) and name in ("max", "min", "neg", "abs"):
@@ -129,7 +134,13 @@ def _mask_factor(
     """
     if not (isinstance(value, ir.Op) and value.name == "convert" and value.args[0].dtype == "bool"):
         return None
-    whole = ir.depends(value, {}) >= {k for k, n in enumerate(shape) if n > 1}
+    axes = ir.depends(value, {})
+    large = {k for k, n in enumerate(shape) if isinstance(n, int) and n > 1}
+    whole = axes >= large | {k for k, n in enumerate(shape) if compat.is_symbolic(n)}
+    if not whole and axes >= large:
+        raise Refuse(
+            "a product with a mask that XLA may turn into a select"
+        )  # it does so at some sizes
     made = None if isinstance(factor, compat.Literal) else d.made_by().get(id(factor))
     direct = made is not None and made[0].primitive.name == "convert_element_type"
     if whole and direct and factor.aval.shape == shape:
@@ -320,6 +331,7 @@ RULES: dict[str, Rule] = {
     "clamp": _clamp,
     "convert_element_type": _convert_rule,
     "bitcast_convert_type": _bitcast,
+    "dim_as_value": dim_as_value,
     "integer_pow": _integer_pow,
     "square": _integer_pow,
     "round": _round,

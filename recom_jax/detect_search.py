@@ -30,7 +30,7 @@ def search(d: Detector, eqn: Any) -> Val | None:
     if isinstance(bounds_atom, compat.Literal) or ir.is_16bit(e.dtype) or e.dtype == "bool":
         raise Refuse("a search in values of an unusual type")
     out_dtype = dtype_name(eqn.outvars[0].aval)
-    count = int(bounds_atom.aval.shape[0])
+    count = d.sizes.of(bounds_atom.aval.shape[0])
     bounds = d.val(bounds_atom)
     load = bounds.expr
     if not isinstance(load, ir.Load) or load.strides != (1,) or count == 0:
@@ -60,6 +60,7 @@ def search(d: Detector, eqn: Any) -> Val | None:
         found,
     )
     if descending:
+        assert isinstance(count, int)  # a constant array's
         expr = d.pool.op("sub", "int32", d.pool.const("int32", count), expr)
     return Val(x.shape, convert(d, expr, out_dtype))
 
@@ -113,9 +114,9 @@ def repeated_arange(d: Detector, eqn: Any) -> Val | None:
     if isinstance(array, compat.Literal) or not _is_arange(d, array):
         return None
     found = repeated(d.made_by(), eqn, _LENGTHS)
-    positions = int(eqn.outvars[0].aval.shape[0])
-    if found is None or positions > np.iinfo("int32").max:
-        return None
+    positions = eqn.outvars[0].aval.shape[0]
+    if found is None or (isinstance(positions, int) and positions > np.iinfo("int32").max):
+        return None  # a symbolic number of positions is checked at the call
     if "repeat-to-search" in d.disabled:
         raise Refuse("rewrite repeat-to-search is disabled")
     lengths = d.val(found[1])

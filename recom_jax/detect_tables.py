@@ -16,7 +16,12 @@ from recom_jax import compat, ir, templates
 from recom_jax.detect import DTYPES, Detector, Read, Refuse, Rule, Val, dtype_name, row_major
 from recom_jax.detect_rules import convert
 from recom_jax.detect_search import gather_of_unique, repeated_arange
+from recom_jax.detect_symbolic import sliced
 from recom_jax.shape_solver.dims import DimLike
+from recom_jax.trace import SPARSE
+
+_OWN_KERNEL = "JAX multiplies compressed rows (BCSR) by a kernel of its own"
+_NOT_ROWS = "the table is not read along its rows"
 
 # (name, dtype, constant arguments) applied to the looked-up rows, innermost first.
 Chain = tuple[ir.Expr, ...]
@@ -133,14 +138,10 @@ def index_component(
         return tuple(out)
 
     if indices.expr is None:
-        value = d.unifier.value
         for p in indices.parts:
             if (
-                value(p.offset) == k
-                and all(
-                    value(n) == value(m)
-                    for n, m in zip(p.shape[:-1], indices.shape[:-1], strict=True)
-                )
+                d.same(p.offset, k)
+                and all(d.same(n, m) for n, m in zip(p.shape[:-1], indices.shape[:-1], strict=True))
                 and p.shape[-1] == 1
             ):
                 return d.pool.remap(p.expr, own + 1, lambda s, o: (place(s[:own]), o))
@@ -152,10 +153,16 @@ def index_component(
 
 def _gather(d: Detector, eqn: Any) -> Val | None:
     operand, start = eqn.invars
+    if d.symbolic:
+        slice_of = sliced(d, eqn)
+        if slice_of is not None:
+            return slice_of
     found = base_table(d, operand)
     if found is None:
         return repeated_arange(d, eqn) if len(operand.aval.shape) == 1 else gather_of_unique(d, eqn)
     table, table_expr = found
+    if any(map(compat.is_symbolic, operand.aval.shape)):
+        raise Refuse("a table of symbolic size")
     p = eqn.params
     dims, sizes = p["dimension_numbers"], tuple(int(n) for n in p["slice_sizes"])
     shape_t = operand.aval.shape
@@ -171,7 +178,7 @@ def _gather(d: Detector, eqn: Any) -> Val | None:
         raise Refuse("a rank-3 table that is not read along a batch of tables")
     row_axis = len(shape_t) - 2
     if row_axis not in dims.start_index_map:
-        raise Refuse("the table is not read along its rows")
+        raise Refuse(_NOT_ROWS)
     if sizes[row_axis] != 1:
         raise Refuse("a gather of several rows at once")
     if sizes[-1] != shape_t[-1] and len(shape_t) == 3:
@@ -321,12 +328,21 @@ def refused_read(d: Detector, eqn: Any, reason: str | None) -> None:
     """Records a table read that stays in XLA, if the equation is one, and reads inside loops and branches."""
     if eqn.primitive.name in ("gather", "dynamic_slice"):
         found = base_table(d, eqn.invars[0])
-        if found is not None:
+        symbolic = any(map(compat.is_symbolic, eqn.invars[0].aval.shape))
+        if found is not None and symbolic and _fixed(d, eqn.invars[1]):
+            return  # a slice of a feature: no table is read
+        if found is not None and reason != _NOT_ROWS:
             d.reads.append(
                 Read(found[0], eqn, None, reason or "this form of read is not understood")
             )
         else:
             _other_read(d, eqn)
+    elif eqn.primitive.name in SPARSE:
+        found = base_table(d, eqn.invars[-1])
+        if found is not None:
+            own = eqn.primitive.name == "bcsr_dot_general"
+            why = _OWN_KERNEL if own else "a product with a batch of sparse matrices"
+            d.reads.append(Read(found[0], eqn, None, why))
     elif reason is not None and eqn.primitive.name == "dot_general":
         found = base_table(d, eqn.invars[1])
         if found is not None and "one-hot" in reason:
@@ -341,16 +357,7 @@ def _other_read(d: Detector, eqn: Any) -> None:
     table, ids = eqn.invars[0], eqn.invars[1]
     if isinstance(table, compat.Literal) or isinstance(ids, compat.Literal):
         return
-    try:
-        fixed = all(
-            isinstance(e, (ir.Const, ir.Affine))
-            or (isinstance(e, ir.Load) and id(e.var) in d.value_of)
-            or e.children
-            for e in ir.walk(d.one(d.val(ids)))
-        )
-    except (Refuse, ir.NotAffine):
-        fixed = False
-    if fixed:
+    if _fixed(d, ids):
         return  # a shuffle by constants
     shape, dtype = table.aval.shape, str(table.aval.dtype)
     if dtype not in DTYPES:
@@ -366,6 +373,21 @@ def _other_read(d: Detector, eqn: Any) -> None:
     else:
         why = "it does not read whole rows"
     d.others.append((eqn, why))
+
+
+def _fixed(d: Detector, ids: Any) -> bool:
+    """Whether the places that a gather reads depend on constants and sizes alone."""
+    try:
+        v = d.val(ids)
+    except (Refuse, ir.NotAffine):
+        return False
+    return all(
+        isinstance(e, (ir.Const, ir.Affine))
+        or (isinstance(e, ir.Load) and id(e.var) in d.value_of)
+        or e.children
+        for expr in ([v.expr] if v.expr is not None else [p.expr for p in v.parts])
+        for e in ir.walk(expr)
+    )
 
 
 def _inner_reads(d: Detector, eqn: Any) -> list[tuple[str, Any, Any]]:

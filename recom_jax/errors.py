@@ -61,6 +61,10 @@ class BatchTypeError(BatchError, TypeError):
     """A leaf of a batch is not an array, or has a dtype the model was not traced with."""
 
 
+class BucketError(RecomError, ValueError):
+    """`Options.batch_buckets` asks for what the function or its arguments do not allow."""
+
+
 class LeaseError(RecomError, RuntimeError):
     """A lease was used twice, or none came free in time."""
 
@@ -79,6 +83,18 @@ class StringError(RecomError, ValueError):
 
 class CudaError(RecomError, RuntimeError):
     """The CUDA target lacks a library, or its compiler refused the kernel."""
+
+
+class PreprocessError(RecomError, ValueError):
+    """A preprocessing operator was given a parameter or a column that it is not defined for."""
+
+
+class PreprocessTypeError(PreprocessError, TypeError):
+    """A preprocessing operator was given a column of a type that it is not defined for."""
+
+
+class PipelineError(RecomError, RuntimeError):
+    """A co-running pipeline cannot go on: its input, or how it is used, breaks what it promises."""
 
 
 class PlatformError(RecomError, RuntimeError):

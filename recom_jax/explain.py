@@ -34,7 +34,7 @@ class ColumnReport:
       reason: why it is not fused ("" if it is).
       source: file:line of the read.
       combiner: "none", "sum", "mean", "max", "min", "weighted sum" or "weighted mean".
-      dim, rows: of the table. dtype: of the table.
+      dim, rows: of the table, 0 where symbolic. dtype: of the table.
       rewrites: names of the rewrites applied to it, in order.
       ids: the row number as the program computes it, after rewrites; x(o;s) reads x at offset o with strides s.
       facts: what is known of that row number's values.
@@ -224,7 +224,7 @@ def report_of(compiled: Compiled, function: str) -> Report:
         seen[id(r.table)] += 1
         fused = k in reached
         reason = r.reason or ("" if fused else "its result is not used")
-        shape = r.table.aval.shape
+        shape = [0 if compat.is_symbolic(n) else int(n) for n in r.table.aval.shape]
         columns.append(
             ColumnReport(
                 name,
@@ -233,8 +233,8 @@ def report_of(compiled: Compiled, function: str) -> Report:
                 reason,
                 compat.source_line(r.eqn),
                 reached[k][0] if fused else "-",
-                int(shape[-1]),
-                int(shape[-2]),
+                shape[-1],
+                shape[-2],
                 str(r.table.aval.dtype),
                 tuple(dict.fromkeys(rewrites[k])),
                 lookups.ids.get(k, ""),

@@ -51,12 +51,13 @@ class Result:
     """A result of a fused call and the columns that land in it, in the order of memory.
 
     Attributes:
+      shape: numbers, or expressions in a symbolic trace.
       width: elements of one sample (or of the whole result, where parts share no leading axis).
       interleaved: parts lie between one another in memory; places have them one after the other.
     """
 
     call: int
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...]
     dtype: str
     width: int
     interleaved: bool
@@ -146,13 +147,13 @@ def _result(compiled: Compiled, call: int, output: Any) -> Result:
                 holds[c] = None
         axes = [(value(n), value(s)) for n, s in zip(p.shape, p.strides, strict=True)]
         found.append((value(p.offset), axes, tuple(holds)))
-    shape = tuple(map(int, output.var.aval.shape))
+    shape = tuple(output.var.aval.shape)
     samples = {axes[0] for _, axes, _ in found if axes}
     # One sample's share, if all parts step from sample to sample alike and stay within the step.
     share = next(iter(samples))[1] if len(samples) == 1 and all(a for _, a, _ in found) else 0
     if not share or any(at + _extent(axes[1:]) > share for at, axes, _ in found):
         share = 0
-    width = share or math.prod(shape)
+    width = share or math.prod(compiled.detected.sizes.example(shape))
     places, end, interleaved = [], 0, False
     for at, axes, columns in sorted(found, key=lambda x: x[0]):
         inner = axes[1:] if share else axes

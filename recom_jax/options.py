@@ -14,6 +14,7 @@ Others have no option: the interpreter reads ``RECOM_CPU_ISA``, the tests two mo
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import pathlib
 
@@ -37,6 +38,13 @@ class Options:
       dump_dir: folder for stage dumps; None reads ``RECOM_DUMP_DIR``.
       cache_dir: folder of compiled code, "0" or "off" for none; None reads ``RECOM_CACHE_DIR``.
       cache_bytes: how large that folder may grow; None reads ``RECOM_CACHE_BYTES``.
+      batch_buckets: batch sizes to compile for. A call's batch is padded to the next of them and its results are cut,
+        so XLA compiles once a bucket (outside of jit, vmap and grad). Only for functions that work row by row, which
+        is proven: `BucketError` else.
+      batch_argnums: positions of the arguments whose arrays have the batch as axis 0. Default: the last argument that
+        holds arrays; of a server, all that are not bound.
+      always_fuse: fuse single lookups too that XLA would join with the arithmetic on their rows (default
+        False: they stay in XLA, which is faster, and `explain` says so).
     """
 
     fast_ids: bool = False
@@ -48,6 +56,9 @@ class Options:
     dump_dir: str | None = None
     cache_dir: str | None = None
     cache_bytes: int | None = None
+    batch_buckets: tuple[int, ...] = ()
+    batch_argnums: tuple[int, ...] = ()
+    always_fuse: bool = False
 
     def __post_init__(self) -> None:
         from recom_jax.simplify import NAMES
@@ -68,6 +79,10 @@ class Options:
             raise OptionError(
                 f"Options.small_table_bytes is at least 0, not {self.small_table_bytes}"
             )
+        for name in ("batch_buckets", "batch_argnums"):
+            object.__setattr__(self, name, _integers(name, getattr(self, name)))
+        if any(n < 1 for n in self.batch_buckets):
+            raise OptionError(f"Options.batch_buckets are at least 1, not {self.batch_buckets}")
         if self.cache_bytes is not None and self.cache_bytes < 0:
             raise OptionError(f"Options.cache_bytes is at least 0, not {self.cache_bytes}")
 
@@ -122,14 +137,23 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES or k.startswith("RECOM_")}
 
 
-def cxx_compiler() -> str:
-    """The C++ compiler that the environment names, or ""."""
-    return os.environ.get("CXX", "").strip()
-
-
 def cuda_homes() -> list[pathlib.Path]:
     """Folders of CUDA toolkits that the environment names."""
     return [pathlib.Path(p) for n in ("CUDA_HOME", "CUDA_PATH") if (p := os.environ.get(n))]
+
+
+def _integers(name: str, value: object) -> tuple[int, ...]:
+    """A tuple of numbers, whatever iterable it was; buckets ascending."""
+    try:
+        found = tuple(operator.index(n) for n in value)  # type: ignore[attr-defined]
+    except TypeError:
+        raise OptionError(f"Options.{name} is a tuple of integers, not {value!r}") from None
+    return tuple(sorted(set(found)))
+
+
+def cxx_compiler() -> str:
+    """The C++ compiler that the environment names, or ""."""
+    return os.environ.get("CXX", "").strip()
 
 
 def _flag(name: str) -> bool:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from recom_jax import cpu, ffi, ir, verify
+from recom_jax import cpu, ffi, gate, ir, verify
 from recom_jax.cpu import Encoded
 from recom_jax.detect import Detected, Read, detect
 from recom_jax.lowering import warn_once
@@ -86,6 +86,10 @@ def _compile(traced: Traced, options: Options) -> Compiled:
             forced |= {id(v): "it waits for what XLA makes of the same rows" for v in detected.late}
             continue
         simplified = simplify(detected.pool, detected.outputs, detected.value_of, options.disabled)
+        held = {} if options.always_fuse else gate.held_back(detected, simplified.outputs)
+        if held and attempt < _MAX_ATTEMPTS:
+            forced |= held
+            continue
         by_level: dict[int, list[Any]] = collections.defaultdict(list)
         for out in simplified.outputs:
             by_level[out.level].append(out)

@@ -9,7 +9,7 @@ neighbours in memory are neighbours in time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recom_jax import ir
@@ -38,6 +38,10 @@ class Scheduled:
 
     def __str__(self) -> str:
         return str(self.program)
+
+
+# A class, the values of its slots, and the result variable it is for.
+Column = tuple[int, list[tuple[str, Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
         return index[id(var)]
 
     classes: dict[ClassDef, int] = {}
-    columns: list[tuple[int, list[tuple[str, Any]]]] = []
+    columns: list[Column] = []
     lookups = []
     for group in _groups([p for _, p in pieces]):
         emitter = Emitter(detected.pool, resolve, operand, outputs)
@@ -98,7 +102,9 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
             cls, values = emitter.column(group)
         except EncodeError as why:
             raise PartError(outputs[group[0].result].var, str(why)) from why
-        columns.append((classes.setdefault(cls, len(classes)), values))
+        columns.append(
+            (classes.setdefault(cls, len(classes)), values, outputs[group[0].result].var)
+        )
         found = (x for p in group for x in ir.walk(p.expr))
         lookups.append(frozenset(id(x) for x in found if isinstance(x, ir.Take)))
     made = _finish(detected, outputs, order, list(classes), columns)
@@ -218,7 +224,7 @@ def _finish(
     outputs: Sequence[Output],
     order: Sequence[Any],
     classes: Sequence[ClassDef],
-    columns: Sequence[tuple[int, list[tuple[str, Any]]]],
+    columns: Sequence[Column],
 ) -> Scheduled:
     """Decides how every size is computed from shapes, and packs the program."""
     unifier = detected.unifier
@@ -233,13 +239,17 @@ def _finish(
 
     def pin(d: DimLike) -> DimLike:
         for name in symbols(d) - known:
-            pinned[name] = unifier.value(unifier_symbol(name))
+            pinned[name] = unifier.known(unifier_symbol(name))
         return substitute(d, pinned) if pinned else d
 
-    needed = list(dict.fromkeys(d for _, values in columns for kind, d in values if kind == DIM))
+    needed: dict[DimLike, Any] = {}
+    for _, values, var in columns:
+        for kind, d in values:
+            if kind == DIM:
+                needed.setdefault(d, var)
     recovery, where = _recover(needed, pin, sources, unifier)
     made = []
-    for cls, values in columns:
+    for cls, values, _ in columns:
         made.append(
             ColumnDef(cls, tuple(where[v] if kind == DIM else int(v) for kind, v in values))
         )
@@ -252,8 +262,8 @@ def _finish(
     )
     check_sizes(
         program,
-        [v.aval.shape for v in order],
-        [o.var.aval.shape for o in outputs],
+        [detected.sizes.example(v.aval.shape) for v in order],
+        [detected.sizes.example(o.var.aval.shape) for o in outputs],
         recovery,
         where,
         unifier,
@@ -268,16 +278,21 @@ def unifier_symbol(name: str) -> DimLike:
 
 
 def _recover(
-    needed: Sequence[DimLike], pin: Any, sources: Sequence[Any], unifier: Any
+    needed: Mapping[DimLike, Any], pin: Any, sources: Sequence[Any], unifier: Any
 ) -> tuple[Any, dict[DimLike, int]]:
+    """How each needed size (whose values are the variables that need it) comes from shapes, and its place."""
     replaced = {d: pin(d) for d in needed}
     while True:
         try:
             recovery = recover(list(dict.fromkeys(replaced.values())), sources)
             return recovery, {d: recovery.index_of(r) for d, r in replaced.items()}
         except Unrecoverable as why:
-            # No shape of the call gives this size: the program is for this size only.
-            replaced = {d: unifier.value(r) if r == why.dim else r for d, r in replaced.items()}
+            # No shape of the call gives this size: the program is for this size only, if there is only one.
+            size = unifier.known(why.dim)
+            if not isinstance(size, int):
+                var = next(needed[d] for d, r in replaced.items() if r == why.dim)
+                raise PartError(var, f"the size {size} is in no shape of its call") from why
+            replaced = {d: size if r == why.dim else r for d, r in replaced.items()}
 
 
 def check_sizes(

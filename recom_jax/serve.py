@@ -16,6 +16,7 @@ import numpy as np
 
 from recom_jax import _recom, compat, operands, pack, pipeline, stage
 from recom_jax.bound import MismatchError, Plan, context, direct_mismatch
+from recom_jax.buckets import Buckets
 from recom_jax.errors import (
     BatchError,
     BatchTypeError,
@@ -75,6 +76,15 @@ class Server(InTrace):
         )
         self._lock = threading.RLock()
         self._operands: dict[Any, operands.Operand] = {}
+        core = self._core
+        self._buckets = (
+            Buckets(
+                fn, signature, options, core.specs,
+                lambda batch: core.full_args(core.specs, batch), core.n_leading,
+            )
+            if options.batch_buckets
+            else None
+        )  # fmt: skip
 
     # ---- weights ------------------------------------------------------------------------------------------
 
@@ -146,6 +156,13 @@ class Server(InTrace):
         """
         if self._weights.traced or compat.tracing():
             return self._traced(batch, kwargs)
+        if self._buckets is not None:
+            leaves = jax.tree_util.tree_leaves((batch, kwargs))
+            if _recom.lease_among(leaves) is None:  # a lease has the size that it was taken for
+                return self._buckets.call(self._serve, batch, kwargs)
+        return self._serve(*batch, **kwargs)
+
+    def _serve(self, *batch: Any, **kwargs: Any) -> Any:
         core = self._core
         if len(batch) == 1 and not kwargs and type(batch[0]) is dict:
             flat = core.flat.get(len(batch[0]))

@@ -32,16 +32,36 @@ class Arguments:
         """`fn` as a function of the leaves alone."""
 
         def call(*leaves: Any) -> Any:
-            args, kwargs = jax.tree_util.tree_unflatten(self.tree, leaves)
-            args = list(args)
-            for where, value in self.static:
-                if isinstance(where, int):
-                    args.insert(where, value)
-                else:
-                    kwargs[where] = value
+            args, kwargs = self.arguments(leaves)
             return fn(*args, **kwargs)
 
         return call
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments with these leaves."""
+        dynamic, kwargs = jax.tree_util.tree_unflatten(self.tree, leaves)
+        args = list(dynamic)
+        for where, value in self.static:
+            if isinstance(where, int):
+                args.insert(where, value)
+            else:
+                kwargs[where] = value
+        return args, kwargs
+
+    def positions(self, parameters: inspect.Signature | None) -> list[int]:
+        """Of each leaf, the position of the argument it is in; keyword arguments by their place in the signature."""
+        static = {where for where, _ in self.static if isinstance(where, int)}
+        dynamic = [k for k in range(self.n_args) if k not in static]
+        order = list(parameters.parameters) if parameters is not None else []
+        numbers = jax.tree_util.tree_unflatten(self.tree, range(len(self.leaves)))
+        found = []
+        for path, _ in jax.tree_util.tree_flatten_with_path(numbers)[0]:
+            if path[0].idx == 0:
+                found.append(dynamic[path[1].idx])
+            else:
+                name = str(path[1].key)
+                found.append(order.index(name) if name in order else len(order) + self.n_args)
+        return found
 
     def key(self) -> Any | None:
         """A hashable identity of the call's types, None where a leaf has none."""

@@ -8,6 +8,7 @@ primitives, equal parameters, equal literals, and one and the same variable wher
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,11 +30,12 @@ def unique_inverse(made_by: dict[int, tuple[Any, int]], values: Any, inverse: An
     Args:
       made_by: id of a variable -> (equation that made it, which output).
     """
-    size = int(values.aval.shape[0])
+    size = values.aval.shape[0]
     if compat.is_drop(values) or not jnp.issubdtype(values.aval.dtype, jnp.integer):
         return None
-    count = int(inverse.aval.size)
-    if size < count or id(values) not in made_by or id(inverse) not in made_by:
+    count = math.prod(inverse.aval.shape)
+    fits = size >= count if isinstance(size, int) and isinstance(count, int) else size == count
+    if not fits or id(values) not in made_by or id(inverse) not in made_by:
         return None
     for shape in dict.fromkeys((tuple(inverse.aval.shape), (count,))):
         for fill in _FILLS:
@@ -67,13 +69,16 @@ def repeated(
         or 0 in (*array.shape, *result.aval.shape)
     ):
         return None
-    bags, positions = int(array.shape[0]), int(result.aval.shape[0])
-    sizes = {_BAGS: bags, _BAGS - 1: bags - 1, _POSITIONS: positions}
+    bags, positions = array.shape[0], result.aval.shape[0]
+    symbolic = any(map(compat.is_symbolic, (bags, positions)))
+    # Symbolic sizes are part of what is traced (``bags - 1`` as a slice, say): the reference has the same ones.
+    sizes = {} if symbolic else {_BAGS: bags, _BAGS - 1: bags - 1, _POSITIONS: positions}
+    own = (bags, positions) if symbolic else (_BAGS, _POSITIONS)
     default = str(jax.dtypes.canonicalize_dtype("int64"))
     for dtype in dtypes:
         if default == "int32" and dtype.endswith("64"):
             continue  # there are none
-        reference = _repeat(str(array.dtype), dtype, default)
+        reference = _repeat(str(array.dtype), dtype, default, *own)
         if reference is not None:
             jaxpr, made = reference
             found = _match(made_by, made, (result,), jaxpr.outvars, jaxpr.invars, sizes)
@@ -84,21 +89,21 @@ def repeated(
 
 @functools.lru_cache(maxsize=256)
 def _repeat(
-    array: str, lengths: str, default: str
+    array: str, lengths: str, default: str, bags: Any, positions: Any
 ) -> tuple[Any, dict[int, tuple[Any, int]]] | None:
     """The trace of ``jnp.repeat``; `default` is JAX's own integer type at this time, a key."""
 
     def reference(a: Any, n: Any) -> Any:
-        return jnp.repeat(a, n, total_repeat_length=_POSITIONS)
+        return jnp.repeat(a, n, total_repeat_length=positions)
 
     return _reference(
-        reference, *(jax.ShapeDtypeStruct((_BAGS,), dtype) for dtype in (array, lengths))
+        reference, *(jax.ShapeDtypeStruct((bags,), dtype) for dtype in (array, lengths))
     )
 
 
 @functools.lru_cache(maxsize=256)
 def _unique(
-    shape: tuple[int, ...], dtype: str, size: int, fill: int | None
+    shape: tuple[Any, ...], dtype: str, size: Any, fill: int | None
 ) -> tuple[Any, dict[int, tuple[Any, int]]] | None:
     def reference(ids: Any) -> Any:
         return jnp.unique(ids, return_inverse=True, size=size, fill_value=fill)
@@ -112,7 +117,7 @@ def _reference(fn: Any, *args: Any) -> tuple[Any, dict[int, tuple[Any, int]]] | 
 
     try:
         closed = flatten(jax.make_jaxpr(fn)(*args))
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, compat.Inconclusive):
         return None
     jaxpr = compat.open_jaxpr(closed)
     return None if closed.consts else (jaxpr, producers(jaxpr.eqns))
@@ -151,6 +156,8 @@ def _match(
             return same_number(a, r)
         if type(r) in (tuple, list):
             return len(a) == len(r) and all(map(same_param, a, r))
+        if compat.is_symbolic(r):
+            return bool(a == r)
         return str(a) == str(r)
 
     def same_literal(a: Any, r: Any) -> bool:

@@ -82,7 +82,7 @@ def _body(name: str, side: str, method: str, avals: tuple[Any, Any]) -> str:
 
     try:
         eqns = jax.make_jaxpr(call)(a, b).jaxpr.eqns
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, compat.Inconclusive):
         return ""
     if len(eqns) == 1 and eqns[0].params.get("name") == name:
         return str(eqns[0].params["jaxpr"])

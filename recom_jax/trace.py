@@ -1,7 +1,8 @@
 """Stage 1: a Python function -> one flat jaxpr.
 
 Calls that only structure a program (jit, and remat bodies that read a table) are inlined, so that a column
-that crosses them is seen whole. What is recognised as one operation (`jnp.digitize`, `jnp.searchsorted`)
+that crosses them is seen whole; a product of a sparse matrix and a table becomes the lookup and scatter that it
+is. What is recognised as one operation (`jnp.digitize`, `jnp.searchsorted`)
 stays a call: see `templates.py`. custom_jvp and custom_vjp calls stay: their rules belong to them.
 """
 
@@ -16,6 +17,7 @@ import jax
 from recom_jax import compat, templates
 
 TABLE_READS = ("gather", "dynamic_slice", "dot_general")
+SPARSE = ("bcoo_dot_general", "bcsr_dot_general")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,16 @@ class _Inliner:
             return self.reads_table(compat.inner_jaxpr(eqn))
         return False
 
+    def inlined(self, eqn: Any) -> Any | None:
+        """The body to put in an equation's place, None to leave the equation."""
+        if eqn.primitive.name == SPARSE[0]:
+            return compat.sparse_product(eqn)
+        if not self.inlines(eqn):
+            return None
+        if eqn.primitive.name == "recom_fused":
+            return eqn.params["call"].closed
+        return compat.inner_jaxpr(eqn)
+
     def reads_table(self, closed: Any) -> bool:
         """Whether a body holds an equation that could read a table (memoised per body)."""
         jaxpr = getattr(closed, "jaxpr", closed)
@@ -127,14 +139,15 @@ class _Inliner:
         literal = compat.Literal
         for eqn in jaxpr.eqns:
             invars = [v if isinstance(v, literal) else env.get(v, v) for v in eqn.invars]
-            if self.inlines(eqn):
-                fused = eqn.primitive.name == "recom_fused"
-                inner: Any = eqn.params["call"].closed if fused else compat.inner_jaxpr(eqn)
+            inner = self.inlined(eqn)
+            if inner is not None:
+                sparse = eqn.primitive.name == SPARSE[0]
                 body = compat.open_jaxpr(inner)
                 scope: dict[Any, Any] = dict(zip(body.invars, invars, strict=True))
                 for var, value in zip(body.constvars, inner.consts, strict=True):
                     scope[var] = self.const(value, var.aval)
-                inside = source or (eqn.source_info if compat.is_library_call(inner) else None)
+                library = sparse or compat.is_library_call(inner)
+                inside = source or (eqn.source_info if library else None)
                 self.run(body, scope, rename=True, source=inside)
                 for outer, atom in zip(eqn.outvars, body.outvars, strict=True):
                     env[outer] = atom if isinstance(atom, literal) else scope[atom]

@@ -10,9 +10,9 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "recom_jax"
 # Commands' own usage errors say all there is; the CUDA target has a page of its own.
 LEFT_OUT = ("cli.py", "argspec.py", "doctor.py", "verify.py", "cuda")
 RAISED = (
-    "ExportError", "StringError", "TensorFlowError",
     "ArgumentError", "BatchError", "BatchTypeError", "BindError", "BindTypeError", "DeletedError", "EncodeError",
-    "LeaseError", "OptionError", "PlatformError", "Refuse", "Unsafe", "MismatchError",
+    "BucketError", "LeaseError", "OptionError", "PipelineError", "PlatformError", "PreprocessError",
+    "PreprocessTypeError", "Refuse", "Unsafe", "MismatchError", "StringError", "ExportError", "TensorFlowError",
 )  # fmt: skip
 WARNED = ("warn_once", "warn")
 

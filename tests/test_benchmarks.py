@@ -14,6 +14,8 @@ from benchmarks.context import Settings
 from benchmarks.record import Result, Row, Target
 from benchmarks.timing import Contestant, Plan, Samples, interleave, paired_difference, paired_ratio
 
+pytestmark = pytest.mark.once
+
 QUICK = dataclasses.replace(Settings.tiny(), plan=Plan(rounds=2, burst=1, least_rounds=1))
 
 

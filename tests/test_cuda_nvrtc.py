@@ -8,6 +8,8 @@ from recom_jax import _recom
 from recom_jax.cuda import nvrtc
 from recom_jax.errors import CudaError
 
+pytestmark = pytest.mark.once
+
 KERNEL = """
 #include "recom_abi.h"
 extern "C" __global__ void recom_fused(const __grid_constant__ recom_cuda::Params p) {

@@ -20,6 +20,8 @@ from recom_jax.cuda import codegen
 from recom_jax.program import DIM, OPERAND, RESULT, Program
 from tests.helpers import ids, table
 
+pytestmark = pytest.mark.once
+
 PLAIN, REGION, JAGGED = 0, 1, 2
 MAGIC = 0x48434E554C4D4352
 TILE = np.dtype(

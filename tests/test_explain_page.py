@@ -24,6 +24,8 @@ import recom_jax
 from recom_jax.explain_stages import Place
 from tests.helpers import ids, table
 
+pytestmark = pytest.mark.once
+
 BROWSER, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")  # fmt: skip
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--window-size=1400,1000",

@@ -22,6 +22,8 @@ from recom_jax.shape_solver.fact import dtype_of, round_down, round_to, round_up
 from recom_jax.shape_solver.facts import RULES, Fact, apply
 from recom_jax.shape_solver.proofs import MAX_GRID, sorted_ascending, uniform_grid
 
+pytestmark = pytest.mark.once
+
 Array = np.ndarray[Any, Any]
 
 # --------------------------------------------------------------------------- integers, exhaustively

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from recom_jax import options
+from recom_jax import corun, options
 from recom_jax.options import Options
+from recom_jax.preprocess import OPERATORS
 from recom_jax.simplify import NAMES
 from tests.messages import messages
 from tests.simplify_cases import CASES
@@ -20,7 +21,8 @@ from tests.simplify_cases import CASES
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 GUIDES = (
-    "options", "semantics", "troubleshooting", "adding_a_rewrite", "adding_a_primitive_rule", "wheels",
+    "options", "semantics", "troubleshooting", "adding_a_rewrite", "adding_a_primitive_rule", "wheels", "export",
+    "corun",
 )  # fmt: skip
 QUOTE = re.compile(r"<!-- source: (\S+) (\w+) -->\n```python\n(.*?)\n```", re.DOTALL)
 
@@ -78,6 +80,19 @@ def test_every_option_is_described() -> None:
     assert {k: v for k, v in listed.items() if k in fields} == fields
     doc = Options.__doc__ or ""
     assert all(f"{name}:" in doc for name in fields)
+
+
+def test_every_option_of_a_pipeline_is_described() -> None:
+    fields = {f.name: f"`{f.default!r}`" for f in dataclasses.fields(corun.Options)}
+    listed = rows("corun")
+    assert {k: v for k, v in listed.items() if k in fields} == fields
+    assert all(f"{name}" in (corun.Options.__doc__ or "") for name in fields)
+
+
+def test_every_operator_is_described() -> None:
+    page = text("corun")
+    ours = [n for n, f in OPERATORS.items() if f.__module__.startswith("recom_jax.")]
+    assert [n for n in ours if not n.startswith("_") and f"`{n}" not in page] == []
 
 
 def test_every_variable_is_described() -> None:

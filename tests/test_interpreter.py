@@ -12,6 +12,8 @@ import pytest
 
 from recom_jax import _recom
 
+pytestmark = pytest.mark.once
+
 K = _recom.constants()
 OPC, SK, DK = K["opcode"], K["slot_kind"], K["dim_kind"]
 SUM, MAX, MIN, PROD = (K["kind"][n] for n in ("SUM", "MAX", "MIN", "PROD"))

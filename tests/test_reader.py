@@ -10,6 +10,8 @@ import pytest
 
 from recom_jax import _recom, pack
 
+pytestmark = pytest.mark.once
+
 KEYS = ("a", "b", "c")
 
 

@@ -38,6 +38,8 @@ from recom_jax.shape_solver.recover import Unrecoverable, recover
 from recom_jax.shape_solver.solver import Contradiction, Solver, solve
 from recom_jax.shape_solver.unify import ShapeConflict, Unifier
 
+pytestmark = pytest.mark.once
+
 NAMES = ("x", "y", "z")
 x, y, z = (symbol(n) for n in NAMES)
 s0, s1 = symbol("s0"), symbol("s1")

@@ -21,6 +21,8 @@ from recom_jax.errors import RecomError, VerifyError
 from recom_jax.program import IMM, ColumnDef, Instr, Program, Reg
 from tests.helpers import ids, table
 
+pytestmark = pytest.mark.once
+
 
 def programs(fn: Callable[..., Any], *args: Any) -> list[Program]:
     leaves, tree = jax.tree_util.tree_flatten(args)

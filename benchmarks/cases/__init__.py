@@ -7,8 +7,10 @@ from collections.abc import Callable
 from benchmarks.cases import (
     ablation,
     columns_e,
+    corun,
     first_result,
     gpu,
+    idioms,
     micro,
     models,
     others,
@@ -58,6 +60,8 @@ ALL = (
         tensorflow_e.run,
         package="tensorflow",
     ),
+    Case("corun", "RAP: preprocessing beside training", 8, corun.run),
+    Case("idioms", "Every idiom against plain jit", 5, idioms.run),
     Case("gpu_kernels", "CUDA: kernel times beside their peers", 3, gpu.run_kernels, gpu=True),
     Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
 )

@@ -1,0 +1,98 @@
+"""Each idiom of `examples.idioms` at the size of a serving batch: optimized against plain jit, interleaved.
+
+The promise is that no idiom is slower for being optimized. An idiom whose library is absent is left out by name.
+"""
+
+import dataclasses
+import importlib.util
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+import recom_jax
+from benchmarks import steady
+from benchmarks.context import Context
+from benchmarks.record import Result, Row, Target
+from benchmarks.timing import Contestant, Plan, interleave, paired_ratio
+from examples.idioms import ALL, REAL, SMALL
+
+LIMIT = 1.05
+DEAREST = (
+    2_000  # rows of tables that one-hot products multiply whole: plain JAX takes seconds with more
+)
+BY_FIELD = (
+    "offsets",
+    "fm",
+    "deepfm",
+    "wide_and_deep",
+    "xdeepfm",
+    "dcn",
+)  # tables of 26 fields' rows
+MULTIPLIED = ("multi_hot_", "buckets_to_one_hot", "thresholds_", "haiku_one_hot")
+
+
+def run(context: Context) -> Result:
+    s = context.settings
+    rows: list[Row] = []
+    targets: list[Target] = []
+    facts: dict[str, Any] = {"left out": []}
+    for name, idiom in list(ALL.items())[:: 9 if s.quick else 1]:
+        if idiom.needs and importlib.util.find_spec(idiom.needs) is None:
+            facts["left out"].append(name)
+            continue
+        size = SMALL if s.quick else dataclasses.replace(REAL, batch=s.batch)
+        if not s.quick and name.startswith(MULTIPLIED):
+            size = dataclasses.replace(size, rows=DEAREST)
+        if not s.quick and name in BY_FIELD:
+            size = dataclasses.replace(size, rows=size.rows // 10)
+        with context.progress.step(name):
+            fn, args = idiom.make(size)
+            args = jax.block_until_ready(jax.device_put(args))
+            optimized = recom_jax.optimize(fn)
+            report = optimized.explain(*args)
+            ways = {steady.OURS: optimized, steady.PLAIN: jax.jit(fn)}
+            runners = [_contestant(way, f, args) for way, f in ways.items()]
+            first = {c.key: _first(c) for c in runners}
+            _same(name, *(c.call(None) for c in runners))
+            samples = interleave(runners, _plan(s.plan, runners[1]))
+        group = f"{name}, batch {size.batch}"
+        rows += [Row.of(group, c, samples[c.key], first_s=first[c.key]) for c in runners]
+        ratio = paired_ratio(*(samples[c.key] for c in runners))
+        targets.append(Target(f"{name}: ratio to plain jit", round(ratio, 3), "<=", LIMIT,
+                              measured="median of the rounds' ratios"))  # fmt: skip
+        facts[name] = {
+            "fused": f"{report.num_fused} of {report.num_columns}",
+            "reasons": sorted({c.reason for c in report.columns if c.reason}),
+        }
+    return Result(tuple(rows), tuple(targets), facts)
+
+
+def _contestant(name: str, fn: Any, args: Any) -> Contestant:
+    return Contestant(name, steady.DEVICE, lambda k: None, lambda _: fn(*args))
+
+
+def _first(c: Contestant) -> float:
+    begun = time.perf_counter()
+    jax.block_until_ready(c.call(None))
+    return time.perf_counter() - begun
+
+
+def _plan(plan: Plan, plain: Contestant) -> Plan:
+    """More calls a round where a call takes microseconds; a few seconds for each idiom."""
+    begun = time.perf_counter()
+    jax.block_until_ready(plain.call(None))
+    seconds = max(time.perf_counter() - begun, 1e-5)
+    burst = min(max(int(2e-3 / seconds), plan.burst), 50)
+    return dataclasses.replace(plan, burst=burst, seconds=min(plan.seconds, 5.0))
+
+
+def _same(name: str, ours: Any, plain: Any) -> None:
+    """Raises RuntimeError where the two compute something else."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        finite = np.where(np.isfinite(y), y, 0)
+        bound = 2e-2 * max(float(np.abs(finite).max(initial=0)), 1e-6)
+        if not np.allclose(x, y, rtol=2e-2, atol=bound, equal_nan=True):
+            raise RuntimeError(f"{name}: optimized and plain differ")

@@ -1,0 +1,115 @@
+"""Honest baselines: the same work in four orders, interleaved, and the losses compared."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from recom_jax.corun.pipeline import Pipeline
+from recom_jax.corun.report import CORUN, IDEAL, MODES, SEQUENTIAL, SIDE, Report
+from recom_jax.errors import PipelineError
+
+
+def measure(
+    pipe: Pipeline,
+    make_state: Callable[[], Any],
+    raw_batches: Sequence[Any],
+    *,
+    rounds: int = 3,
+    modes: Sequence[str] = MODES,
+) -> Report:
+    """Times a pipeline's steps in each mode, in turns, and keeps the figures for its `report`.
+
+    "no preprocessing": inputs prepared beforehand. "sequential": prepared by the thread that trains, between steps.
+    "side stream": prepared by another thread, begun with the step before, and nothing planned. "co-run": the pipeline.
+
+    Args:
+      make_state: makes the first state, afresh (a step may donate it).
+      raw_batches: a list of raw batches; each mode trains on all of them in each round.
+      rounds: how many times each mode runs, after one that is not counted.
+
+    Returns:
+      `pipe.report()`.
+
+    Raises:
+      PipelineError: the metrics of two modes differ in a bit, or there are fewer than two batches.
+    """
+    if len(raw_batches) < 2:
+        raise PipelineError("measure: at least two batches are needed")
+    runs: dict[str, Callable[[], tuple[float, Any]]] = {
+        IDEAL: lambda: _ideal(pipe, make_state(), prepared),
+        SEQUENTIAL: lambda: _sequential(pipe, make_state(), raw_batches),
+        SIDE: lambda: _side(pipe, make_state(), raw_batches),
+        CORUN: lambda: _corun(pipe, make_state(), raw_batches),
+    }
+    prepared = [pipe.prepare(raw) for raw in raw_batches]
+    first: Any = None
+    times: dict[str, list[float]] = {m: [] for m in modes}
+    for k in range(rounds + 1):
+        for mode in modes:
+            seconds, metrics = runs[mode]()
+            first = metrics if first is None else first
+            if not _same(first, metrics):
+                raise PipelineError(
+                    f"measure: the metrics of {mode!r} differ from those of {modes[0]!r}"
+                )
+            if k:
+                times[mode].append(seconds / len(raw_batches))
+    pipe.keep_baselines(times)
+    return pipe.report()
+
+
+def _same(a: Any, b: Any) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y), equal_nan=True) for x, y in pairs)
+
+
+def _timed(begun: float, state: Any, metrics: list[Any]) -> tuple[float, Any]:
+    jax.block_until_ready((state, metrics))
+    return time.perf_counter() - begun, metrics
+
+
+def _ideal(pipe: Pipeline, state: Any, prepared: Sequence[Any]) -> tuple[float, Any]:
+    jax.block_until_ready(state)
+    begun, metrics = time.perf_counter(), []
+    for batch in prepared:
+        state, m = pipe.train_step(state, batch)
+        metrics.append(jax.block_until_ready(m))
+    return _timed(begun, state, metrics)
+
+
+def _sequential(pipe: Pipeline, state: Any, raws: Sequence[Any]) -> tuple[float, Any]:
+    jax.block_until_ready(state)
+    begun, metrics = time.perf_counter(), []
+    for raw in raws:
+        state, m = pipe.train_step(state, pipe.prepare(raw))
+        metrics.append(jax.block_until_ready(m))
+    return _timed(begun, state, metrics)
+
+
+def _side(pipe: Pipeline, state: Any, raws: Sequence[Any]) -> tuple[float, Any]:
+    jax.block_until_ready(state)
+    begun, metrics = time.perf_counter(), []
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(pipe.prepare, raws[0])
+        for k in range(len(raws)):
+            batch = coming.result()
+            if k + 1 < len(raws):
+                coming = pool.submit(pipe.prepare, raws[k + 1])
+            state, m = pipe.train_step(state, batch)
+            metrics.append(jax.block_until_ready(m))
+    return _timed(begun, state, metrics)
+
+
+def _corun(pipe: Pipeline, state: Any, raws: Sequence[Any]) -> tuple[float, Any]:
+    jax.block_until_ready(state)
+    begun, metrics = time.perf_counter(), []
+    for made, m in pipe.run(state, list(raws)):
+        state = made
+        metrics.append(m)
+    return _timed(begun, state, metrics)

@@ -1,0 +1,244 @@
+"""`Pipeline`: the user's preprocessing and train step, run beside one another."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from recom_jax.corun.device import Device, Threads
+from recom_jax.corun.options import Options
+from recom_jax.corun.plan import Measured, Plan
+from recom_jax.corun.report import Report, Sample
+from recom_jax.corun.ring import Ring
+from recom_jax.corun.source import Source
+from recom_jax.errors import PipelineError
+from recom_jax.preprocess.ingest import columns
+
+_KEEP = 4096  # samples of steps
+
+
+class Pipeline:
+    """Preprocesses batch t + 1 while step t trains, and gives the same results as doing one after the other.
+
+    Args:
+      prep: raw columns (name -> column, see `preprocess.columns`) to the step's batch, a pytree. A JAX-traceable
+        function or a `preprocess.Program`.
+      train_step: (state, batch) -> (state, metrics), usually jitted. It may donate its state.
+      mesh: a `jax.sharding.Mesh`: batches are split along its first axis where their rows allow it, else copied to all.
+      options: see `Options`.
+
+    Raises:
+      PipelineError: `prep` or `train_step` is not callable.
+    """
+
+    def __init__(
+        self,
+        prep: Callable[[Any], Any],
+        train_step: Callable[[Any, Any], tuple[Any, Any]],
+        mesh: Any = None,
+        options: Options | None = None,
+    ) -> None:
+        for name, f in (("prep", prep), ("train_step", train_step)):
+            if not callable(f):
+                raise PipelineError(f"Pipeline: {name} is a function, not a {type(f).__name__}")
+        self.options = options or Options()
+        self.mesh = mesh
+        self._prep, self._step = prep, train_step
+        self._compiled = compile_prep(prep, self.options)
+        self._source: Source | None = None
+        self._position = 0
+        self._running = threading.Lock()
+        self._plan: Plan | None = None
+        self._samples: collections.deque[Sample] = collections.deque(maxlen=_KEEP)
+        self._baselines: dict[str, tuple[float, ...]] = {}
+        self._predicted_s: float | None = None
+        self._seen: Any = None
+        self._raw_like: Any = None
+
+    # ---- running --------------------------------------------------------------------------------------------
+
+    def run(
+        self, state: Any, raw_batches: Iterable[Any], start: int | None = None
+    ) -> Generator[tuple[Any, Any], None, None]:
+        """Trains on a stream of raw batches; a generator of (state, metrics) after each step.
+
+        Args:
+          state: the step's state; donated to the step if the step does so.
+          raw_batches: any iterable of raw batches. Read ahead by up to `Options.slots` of them, on another thread.
+            When a run over an iterator (rather than a list) is left early, a next run over the same iterator goes on
+            with the batches that were read and not trained.
+          start: how many batches of the stream an earlier run trained (its `position`): they are skipped. By default
+            none, or, over the iterator of the run before, what that run trained.
+
+        Raises:
+          What `raw_batches`, `prep` or `train_step` raise, at the step that needs the batch.
+          PipelineError: another run of this pipeline is still open; a last batch of another size (see `Options.last`);
+            a stream that ends before `start`.
+        """
+        if not self._running.acquire(blocking=False):
+            raise PipelineError("this pipeline is running; close that run's generator first")
+        try:
+            source = self._source_for(raw_batches, start)
+            self._position = source.position
+            with Ring(
+                source, self._device(), self.options.slots, self.options.close_timeout_s
+            ) as ring:
+                yield from self._steps(ring, state)
+        finally:
+            self._running.release()
+
+    def _steps(self, ring: Ring, state: Any) -> Generator[tuple[Any, Any], None, None]:
+        flying: collections.deque[Any] = collections.deque()
+        while True:
+            asked = time.perf_counter()
+            taken = ring.take()
+            if taken is None:
+                jax.block_until_ready(list(flying))
+                return
+            number, prepared = taken
+            came = time.perf_counter()
+            if self._seen is None:
+                self._seen = like(state)
+            state, metrics = self._step(state, prepared.batch)
+            self._position = number + 1
+            ring.done()
+            flying.append(metrics)
+            if len(flying) > self.options.steps_in_flight - 1:
+                jax.block_until_ready(flying.popleft())
+            self._samples.append(
+                Sample(came - asked, time.perf_counter() - came, prepared.ingest_s, prepared.prep_s)
+            )
+            yield state, metrics
+
+    def _source_for(self, raw_batches: Iterable[Any], start: int | None) -> Source:
+        if start is not None and start < 0:
+            raise PipelineError(f"run: start is at least 0, not {start}")
+        old = self._source
+        if old is not None and old.continues(raw_batches):
+            if start is not None and start != old.position:
+                raise PipelineError(
+                    f"run: this iterator was trained on up to batch {old.position}, so it can't start behind {start}; "
+                    "pass a new iterator, or no start"
+                )
+            return old
+        self._source = Source(raw_batches, start or 0, self.options.last)
+        return self._source
+
+    def _device(self) -> Device:
+        return Threads(self._ingest, self._compiled, self._place, self.options.workers)
+
+    def _place(self, batch: Any) -> Any:
+        return batch if self.mesh is None else jax.tree.map(self._shard, batch)
+
+    def _shard(self, x: Any) -> Any:
+        name = self.mesh.axis_names[0]
+        divides = np.ndim(x) > 0 and np.shape(x)[0] % self.mesh.shape[name] == 0
+        spec = jax.sharding.PartitionSpec(name) if divides else jax.sharding.PartitionSpec()
+        return jax.device_put(x, jax.sharding.NamedSharding(self.mesh, spec))
+
+    # ---- looking at it --------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Batches of the stream that were trained: save it with the state, and pass it to `run` as `start`."""
+        return self._position
+
+    @property
+    def plan(self) -> Plan:
+        """What runs where: stages, capacities, kernels, shares, and the device of each feature. Frozen; prints itself.
+
+        Raises:
+          PipelineError: no batch was seen yet, so that no size is known.
+        """
+        if self._plan is None:
+            if self._seen is None or self._raw_like is None:
+                raise PipelineError(
+                    "no plan yet: sizes are known once a batch was trained; run a step, or call "
+                    "make_plan(state, raw_batch)"
+                )
+            self._plan = self._make_plan()
+        return self._plan
+
+    def prepare(self, raw: Any) -> Any:
+        """One batch, prepared here and now: what `train_step` gets for this raw batch."""
+        return jax.block_until_ready(self._place(self._compiled(columns(raw))))
+
+    def train_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """The user's step."""
+        return self._step(state, batch)
+
+    @property
+    def baselines(self) -> dict[str, tuple[float, ...]]:
+        """Seconds of a step in each mode and round, as `corun.measure` found them."""
+        return dict(self._baselines)
+
+    def keep_baselines(self, times: dict[str, list[float]]) -> None:
+        """Seconds of a step in each mode, for `report`."""
+        self._baselines |= {name: tuple(values) for name, values in times.items()}
+
+    def make_plan(self, state: Any, raw_batch: Any) -> Plan:
+        """Plans for a state and a raw batch like those to come, and keeps the plan. Trains nothing.
+
+        With `Options.probe` the step's stages are compiled and timed on made-up values.
+        """
+        self._seen, self._raw_like = like(state), like(columns(raw_batch))
+        self._plan = self._make_plan()
+        return self._plan
+
+    def _make_plan(self) -> Plan:
+        from recom_jax.corun.planner import plan_for
+
+        gpus = self.options.gpus or (1 if self.mesh is None else self.mesh.devices.size)
+        plan = plan_for(
+            self._prep, self._step, self._seen, self._raw_like, self._measured(), gpus, self.options
+        )
+        self._predicted_s = plan.predicted_us / 1e6
+        return plan
+
+    def _measured(self) -> Measured:
+        """Medians of what is known of the step and of preprocessing; None before the second step."""
+        warm = list(self._samples)[1:]
+        if not warm:
+            return Measured(None, None)
+        return Measured(
+            1e6 * statistics.median(s.step_s for s in warm),
+            1e6 * statistics.median(s.prep_s for s in warm),
+        )
+
+    def _ingest(self, raw: Any) -> Any:
+        made = columns(raw)
+        if self._raw_like is None:
+            self._raw_like = like(made)
+        return made
+
+    def report(self) -> Report:
+        """Times of the steps so far, beside the baselines that `measure` took."""
+        return Report.of(tuple(self._samples), dict(self._baselines), self._predicted_s)
+
+
+def compile_prep(prep: Callable[[Any], Any], options: Options) -> Callable[[Any], Any]:
+    """The preprocessing program as it is run: jitted, or through the fusion compiler."""
+    if not options.fused:
+        return jax.jit(prep)
+    import recom_jax
+
+    made: Callable[[Any], Any] = recom_jax.optimize(prep)
+    return made
+
+
+def like(tree: Any) -> Any:
+    """Shapes and dtypes of a pytree of arrays."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            np.shape(x),
+            jax.dtypes.canonicalize_dtype(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype),
+        ),
+        tree,
+    )

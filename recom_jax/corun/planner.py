@@ -1,0 +1,81 @@
+"""From a preprocessing program and a train step to a plan: reads as its stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from recom_jax import compat
+from recom_jax.corun import graph
+from recom_jax.corun.fuse import segments, whole
+from recom_jax.corun.options import Options
+from recom_jax.corun.plan import Device, Measured, Plan, PrepOp, Stage
+from recom_jax.corun.probe import stages_of
+from recom_jax.corun.search import search
+
+STEP = "step"
+
+
+def plan_for(
+    prep: Callable[[Any], Any],
+    step: Callable[[Any, Any], Any],
+    state: Any,
+    raw: Any,
+    measured: Measured,
+    gpus: int,
+    options: Options,
+    owners: dict[str, int] | None = None,
+) -> Plan:
+    """Plans from shapes: `state` and `raw` are pytrees of ShapeDtypeStructs; `measured` is what is known of times."""
+    assumed: list[str] = []
+    ops = graph.operators(prep, raw)
+    batch = jax.eval_shape(prep, raw)
+    if options.probe:
+        stages = stages_of(step, state, batch)
+    else:
+        duration = measured.step_us
+        if duration is None:
+            duration = _guess(step, state, batch)
+            assumed.append("the step's time, from its number of operations (run a few steps first)")
+        assumed.append(
+            "half of the device is free throughout the step (Options(probe=True) measures)"
+        )
+        stages = (Stage(STEP, duration, 0.5, 0.5),)
+    if measured.prep_us is None:
+        assumed.append(
+            "preprocessing's time, from its numbers of operations and bytes (run a few steps first)"
+        )
+    else:
+        ops = scaled(ops, measured.prep_us)
+    return search(
+        ops,
+        stages,
+        device=Device(),
+        gpus=gpus,
+        owners=owners,
+        min_share=options.min_share,
+        max_share=options.max_share,
+        assumed=assumed,
+    )
+
+
+def scaled(ops: Sequence[PrepOp], measured_us: float) -> tuple[PrepOp, ...]:
+    """The operators with costs such that all of them together, fused, take what was measured."""
+    alone = whole(segments(ops)).alone_us
+    if alone <= 0:
+        return tuple(ops)
+    by = measured_us / alone
+    return tuple(
+        dataclasses.replace(
+            op, compute_us=op.compute_us * by, raw_us=op.raw_us * by, out_us=op.out_us * by
+        )
+        for op in ops
+    )
+
+
+def _guess(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> float:
+    closed = jax.make_jaxpr(step)(state, batch)
+    return sum(map(graph.count, compat.open_jaxpr(closed).eqns)) / graph.OPS_PER_US

@@ -1,0 +1,169 @@
+"""The capacity probe: the train step cut at its markers, each stage timed, alone and beside probe kernels.
+
+A stage is the equations up to a marker (`corun.stage`) in the program's order. It is compiled by itself and run on
+made-up values, so the user's state is not touched and donated buffers don't matter. What it leaves free is what a probe
+kernel achieves beside it, less what the stage loses: one probe for arithmetic, one for memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from recom_jax import compat
+from recom_jax.corun.markers import stage_p
+from recom_jax.corun.plan import Stage
+from recom_jax.trace import flatten
+
+REST = "rest"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Equations of one stage, as a program of its own: inputs and outputs are variables of the step's jaxpr."""
+
+    name: str
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    eqns: tuple[Any, ...]
+
+
+def cut(closed: Any) -> tuple[Cut, ...]:
+    """A flat jaxpr, cut behind its stage markers. What follows the last one is the stage "rest", if anything does."""
+    jaxpr = compat.open_jaxpr(closed)
+    parts: list[tuple[str, list[Any]]] = []
+    current: list[Any] = []
+    for k, eqn in enumerate(jaxpr.eqns):
+        current.append(eqn)
+        if eqn.primitive is stage_p:
+            name = eqn.params["name"]
+            following = jaxpr.eqns[k + 1] if k + 1 < len(jaxpr.eqns) else None
+            if (
+                following is None
+                or following.primitive is not stage_p
+                or following.params["name"] != name
+            ):
+                parts.append((name, current))
+                current = []
+    if current:
+        parts.append((REST, current))
+    made = []
+    for k, (name, eqns) in enumerate(parts):
+        own = {id(v) for e in eqns for v in e.outvars}
+        inputs = {
+            id(v): v
+            for e in eqns
+            for v in e.invars
+            if not isinstance(v, compat.Literal) and id(v) not in own
+        }
+        later = {id(v) for _, rest in parts[k + 1 :] for e in rest for v in e.invars} | set(
+            map(id, jaxpr.outvars)
+        )
+        outputs = {id(v): v for e in eqns for v in e.outvars if id(v) in later}
+        made.append(Cut(name, tuple(inputs.values()), tuple(outputs.values()), tuple(eqns)))
+    return tuple(made)
+
+
+def made_up(like: Any, rng: np.random.Generator) -> Any:
+    """A value of a shape and dtype: small floats, ids that spread over a table, all-true masks."""
+    kind = np.dtype(like.dtype) if like.dtype != jnp.bfloat16 else None
+    if kind is not None and kind.kind in "iu":
+        return jnp.asarray(
+            rng.integers(0, min(1 << 15, np.iinfo(kind).max), like.shape), like.dtype
+        )
+    if kind is not None and kind.kind == "b":
+        return jnp.ones(like.shape, bool)
+    return jnp.asarray(rng.random(like.shape) * 0.1, like.dtype)
+
+
+def stages_of(
+    step: Callable[[Any, Any], Any], state: Any, batch: Any, repeats: int = 5
+) -> tuple[Stage, ...]:
+    """The stages of a train step, measured. `state`, `batch`: shapes and dtypes.
+
+    Stages of one name that come several times stay apart, with a number behind the name.
+    """
+    step = getattr(step, "__wrapped__", step)  # a jit that donates would stay one equation
+    closed = flatten(jax.make_jaxpr(step)(state, batch))
+    jaxpr = compat.open_jaxpr(closed)
+    rng = np.random.default_rng(0)
+    values: dict[int, Any] = {id(v): made_up(v.aval, rng) for v in jaxpr.invars}
+    values |= {id(v): c for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
+    names: dict[str, int] = {}
+    made = []
+    for part in cut(closed):
+        program = compat.closed([], part.inputs, part.outputs, part.eqns, [], jaxpr)
+        run = jax.jit(compat.jaxpr_as_fun(program))
+        args = [values[id(v)] for v in part.inputs]
+        outs = jax.block_until_ready(run(*args))
+        values |= {id(v): o for v, o in zip(part.outputs, outs, strict=True)}
+        names[part.name] = names.get(part.name, 0) + 1
+        name = part.name if names[part.name] == 1 else f"{part.name}.{names[part.name]}"
+        if not part.outputs:
+            continue
+        call = functools.partial(run, *args)
+        alone = _time(call, repeats)
+        free = [_free(call, alone, probe, repeats) for probe in _probes()]
+        made.append(Stage(name, 1e6 * alone, *free))
+    return tuple(made)
+
+
+def _time(call: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def _probes() -> Sequence[Callable[[], Any]]:
+    """Arithmetic that touches no memory to speak of, and a copy that does nothing but."""
+    few, many = jnp.arange(4096, dtype=jnp.uint32), jnp.zeros(1 << 20, jnp.float32)
+    return [lambda: _arithmetic(few), lambda: _copy(many)]
+
+
+@jax.jit
+def _arithmetic(x: jax.Array) -> jax.Array:
+    for k in range(64):
+        x = (x ^ (x >> 15)) * jnp.uint32(2654435761 + 2 * k)
+    return x
+
+
+@jax.jit
+def _copy(x: jax.Array) -> jax.Array:
+    return x + 1
+
+
+def _free(stage: Callable[[], Any], alone: float, probe: Callable[[], Any], repeats: int) -> float:
+    """The probe's speed beside a stage, relative to its own, less what the stage loses; in [0, 1]."""
+    own = _time(probe, 2 * repeats)
+    stop = threading.Event()
+    runs = [0]
+
+    def beside() -> None:
+        while not stop.is_set():
+            jax.block_until_ready(probe())
+            runs[0] += 1
+
+    thread = threading.Thread(target=beside, name="recom-corun-probe", daemon=True)
+    begun = time.perf_counter()
+    thread.start()
+    try:
+        both = _time(stage, repeats)
+    finally:
+        stop.set()
+        thread.join()
+    spent = time.perf_counter() - begun
+    speed = runs[0] * own / spent if spent > 0 else 0.0
+    lost = max(0.0, (both - alone) / both)
+    return float(min(1.0, max(0.0, speed - lost)))

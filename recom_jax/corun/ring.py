@@ -1,0 +1,99 @@
+"""The ring between the input and the step: a reader thread, a bounded number of batches, order kept.
+
+The reader takes a slot *before* it reads a batch, so that at any time at most `slots` batches are read and not trained.
+What goes wrong while batch k is read or prepared is raised where batch k is asked for, after all batches before it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import warnings
+from typing import Any
+
+from recom_jax.corun.device import Device, Prepared, Ticket
+from recom_jax.corun.source import Source
+
+END = object()
+
+
+class Ring:
+    """Batches of a `Source`, prepared by a `Device`, in order. `take` and `done` are the train loop's, in turns.
+
+    Use as a context manager: leaving it stops the reader and gives untrained batches back to the source.
+    """
+
+    def __init__(self, source: Source, device: Device, slots: int, timeout_s: float) -> None:
+        self._source, self._device, self._timeout_s = source, device, timeout_s
+        self._free = threading.Semaphore(slots)
+        self._filled: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._taken: tuple[int, Any] | None = None
+        self._finished = False
+        self._thread = threading.Thread(target=self._read, name="recom-corun-reader", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._free.acquire()
+                if self._stop.is_set():
+                    return
+                number, raw = next(self._source)
+                self._filled.put((number, raw, self._device.submit(raw)))
+        except StopIteration:
+            self._filled.put(END)
+        except BaseException as why:
+            self._filled.put(why)
+
+    def take(self) -> tuple[int, Prepared] | None:
+        """The next batch, or None after the last. Raises what reading or preparing this batch raised."""
+        if self._finished:
+            return None
+        item = self._filled.get()
+        if item is END:
+            self._finished = True
+            return None
+        if isinstance(item, BaseException):
+            self._finished = True
+            raise item
+        number, raw, ticket = item
+        self._taken = (number, raw)
+        try:
+            return number, ticket.result()
+        except Exception as why:
+            why.add_note(f"recom_jax.corun: while batch {number} was prepared")
+            raise
+
+    def done(self) -> None:
+        """The batch taken last was trained: its slot is free."""
+        self._taken = None
+        self._free.release()
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._free.release()  # a reader that waits for a slot wakes up
+        self._thread.join(self._timeout_s)
+        stuck = self._thread.is_alive()
+        left: list[tuple[int, Any]] = [] if self._taken is None else [self._taken]
+        while True:
+            try:
+                item = self._filled.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(item, tuple):
+                ticket: Ticket = item[2]
+                ticket.cancel()
+                left.append(item[:2])
+        self._device.close()
+        if stuck:
+            warnings.warn(
+                "recom_jax.corun: the input iterator still reads; its thread is left behind and what it reads is lost",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            self._source.give_back(left)

@@ -1,0 +1,292 @@
+"""The joint search: which device owns a feature, which stage runs a segment, in which pieces, with which share.
+
+Deterministic and heuristic. A mapping is found first (the largest feature to the least loaded device) and improved by
+moves. For a device, stages are filled in order; in each, every share of the grid and several orders of the ready
+segments are tried; a segment that does not fit whole is cut by rows. A stage is filled up to what it leaves free, so
+that the step is not slowed; what finds no place runs after the step and is paid for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from recom_jax.corun.fuse import groups, segments, whole
+from recom_jax.corun.plan import AFTER, NOTHING, Device, Kernel, Plan, PrepOp, Segment, Stage, Work
+
+LEAST_PIECE = 0.05  # of a segment: smaller cuts cost more than they hide
+MOST_MOVES = 64
+_TINY = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """One device's part of a plan."""
+
+    kernels: tuple[Kernel, ...]
+    after_us: float
+
+
+def shares(low: float, high: float) -> tuple[float, ...]:
+    """The grid of shares: powers of two between the bounds, and the bounds."""
+    grid = {low, high}
+    share = 1.0
+    while share > low:
+        if share <= high:
+            grid.add(share)
+        share /= 2
+    return tuple(sorted(grid))
+
+
+# Orders in which ready segments are tried: (segment, room left for arithmetic and memory) -> key.
+_Key = Callable[[Segment, float, float], tuple[float, ...]]
+
+
+def _by_fit(s: Segment, compute: float, memory: float) -> tuple[float, ...]:
+    """First what takes least of the scarcer resource for its work."""
+    use = max(s.work.compute_us / max(compute, _TINY), s.work.memory_us / max(memory, _TINY))
+    return (use / max(s.work.compute_us + s.work.memory_us, _TINY),)
+
+
+def _large_first(s: Segment, compute: float, memory: float) -> tuple[float, ...]:
+    del compute, memory
+    return (-s.work.alone_us,)
+
+
+def _early_level_first(s: Segment, compute: float, memory: float) -> tuple[float, ...]:
+    del compute, memory
+    return (s.level, -s.work.alone_us)
+
+
+ORDERS: tuple[_Key, ...] = (_by_fit, _early_level_first, _large_first)
+
+
+def fill_stage(
+    stage: Stage,
+    left: Mapping[str, float],
+    parts: Mapping[str, Segment],
+    share: float,
+    order: _Key,
+    device: Device,
+) -> dict[str, float]:
+    """What one stage takes with one share: segment -> part of it. Respects time, free capacity and dependencies.
+
+    Args:
+      left: the part of each segment that has no place yet (absent: all placed).
+    """
+    compute = stage.free_compute * stage.duration_us
+    memory = stage.free_memory * stage.duration_us
+    taken: dict[str, float] = {}
+    loads: dict[int, Work] = {}
+    used_us = 0.0
+    done = {name for name in parts if name not in left}
+    waiting = set(left)
+    while True:
+        ready = [parts[n] for n in waiting if all(a in done for a in parts[n].after)]
+        if not ready:
+            break
+        best = min(ready, key=lambda s: (*order(s, compute, memory), s.name))
+        waiting.discard(best.name)
+        rest = left[best.name]
+        load = loads.get(best.level, NOTHING)
+        old_us = device.kernel_us(load, share) if best.level in loads else 0.0
+        room_us = stage.duration_us - used_us + old_us - device.launch_us
+        part = min(
+            rest,
+            _fits(best.work.compute_us, compute),
+            _fits(best.work.memory_us, memory),
+            _fits(best.work.compute_us, room_us * share - load.compute_us),
+            _fits(
+                best.work.memory_us,
+                room_us * min(1.0, share * device.bandwidth_gain) - load.memory_us,
+            ),
+        )
+        if part < rest and part < LEAST_PIECE:
+            continue
+        taken[best.name] = part
+        piece = best.work * part
+        loads[best.level] = load + piece
+        used_us += device.kernel_us(loads[best.level], share) - old_us
+        compute, memory = compute - piece.compute_us, memory - piece.memory_us
+        if part >= rest - _TINY:
+            done.add(best.name)
+    return taken
+
+
+def _fits(need: float, room: float) -> float:
+    """Which part of a need fits a room."""
+    if need <= 0:
+        return 1.0
+    return min(1.0, max(0.0, room / need))
+
+
+def place(
+    parts: Sequence[Segment],
+    stages: Sequence[Stage],
+    gpu: int,
+    device: Device,
+    grid: Sequence[float],
+) -> Placed:
+    """Places one device's segments: the best of the orders."""
+    best: Placed | None = None
+    for order in ORDERS:
+        made = _place(parts, stages, gpu, device, grid, order)
+        if best is None or made.after_us < best.after_us - _TINY:
+            best = made
+        if best.after_us <= _TINY:
+            break
+    assert best is not None
+    return best
+
+
+def _place(
+    parts: Sequence[Segment],
+    stages: Sequence[Stage],
+    gpu: int,
+    device: Device,
+    grid: Sequence[float],
+    order: _Key,
+) -> Placed:
+    by_name = {s.name: s for s in parts}
+    left = {s.name: 1.0 for s in parts}
+    kernels: list[Kernel] = []
+    for stage in stages:
+        if not left:
+            break
+        choices = [(fill_stage(stage, left, by_name, s, order, device), s) for s in grid]
+        taken, share = max(
+            choices,
+            key=lambda c: (
+                round(sum(by_name[n].work.alone_us * f for n, f in c[0].items()), 6),
+                -c[1],
+            ),
+        )
+        kernels += _kernels(stage.name, taken, left, by_name, share, gpu, device, len(kernels))
+        for name, part in taken.items():
+            left[name] -= part
+            if left[name] <= _TINY:
+                del left[name]
+    after = _kernels(AFTER, dict(left), left, by_name, 1.0, gpu, device, len(kernels))
+    return Placed((*kernels, *after), sum(k.duration_us for k in after))
+
+
+def _kernels(
+    stage: str,
+    taken: Mapping[str, float],
+    left: Mapping[str, float],
+    parts: Mapping[str, Segment],
+    share: float,
+    gpu: int,
+    device: Device,
+    number: int,
+) -> list[Kernel]:
+    """One kernel a level, one after the other."""
+    made: list[Kernel] = []
+    start = 0.0
+    for level in sorted({parts[n].level for n in taken}):
+        names = sorted(n for n in taken if parts[n].level == level)
+        pieces = tuple((n, 1.0 - left[n], min(1.0, 1.0 - left[n] + taken[n])) for n in names)
+        work = sum((parts[n].work * taken[n] for n in names), NOTHING)
+        length = device.kernel_us(work, share)
+        name = f"k{gpu}.{number + len(made)}"
+        made.append(Kernel(name, gpu, stage, level, share, pieces, work, start, length))
+        start += length
+    return made
+
+
+# ---- mapping -------------------------------------------------------------------------------------------------
+
+
+def initial_mapping(
+    parts: Sequence[Segment], group_of: Mapping[str, int], gpus: int, owners: Mapping[str, int]
+) -> dict[int, int]:
+    """Group of features -> device: the owner's where there is one, else the largest first to the least loaded."""
+    load = [0.0] * gpus
+    size: dict[int, float] = dict.fromkeys(group_of.values(), 0.0)
+    for s in parts:
+        for feature in s.features[:1]:
+            size[group_of[feature]] += s.work.alone_us
+    made: dict[int, int] = {}
+    for feature, gpu in sorted(owners.items()):
+        if feature in group_of and group_of[feature] not in made:
+            made[group_of[feature]] = gpu
+            load[gpu] += size[group_of[feature]]
+    for group in sorted(size, key=lambda g: (-size[g], g)):
+        if group not in made:
+            gpu = min(range(gpus), key=lambda g: (load[g], g))
+            made[group] = gpu
+            load[gpu] += size[group]
+    return made
+
+
+def search(
+    ops: Sequence[PrepOp],
+    stages: Sequence[Stage],
+    *,
+    device: Device | None = None,
+    gpus: int = 1,
+    owners: Mapping[str, int] | None = None,
+    min_share: float = 0.0625,
+    max_share: float = 0.5,
+    assumed: Sequence[str] = (),
+) -> Plan:
+    """The plan for one step's stages (the same on every device) and a preprocessing program.
+
+    Args:
+      owners: feature -> the device that holds its table; such features stay there. Others go where there is room.
+    """
+    device = device or Device()
+    parts = segments(ops)
+    group_of = groups(ops)
+    group_of.setdefault("", -1)
+    fixed = {group_of[f] for f in owners or {} if f in group_of}
+    mapping = initial_mapping(parts, group_of, gpus, owners or {})
+    grid = shares(min_share, max_share)
+
+    def of(gpu: int, where: Mapping[int, int]) -> Placed:
+        mine = [s for s in parts if where[group_of[s.features[0] if s.features else ""]] == gpu]
+        return place(mine, stages, gpu, device, grid)
+
+    placed = {gpu: of(gpu, mapping) for gpu in range(gpus)}
+    for _ in range(MOST_MOVES):
+        worst = max(placed, key=lambda g: (placed[g].after_us, -g))
+        target = min(placed, key=lambda g: (placed[g].after_us, g))
+        if placed[worst].after_us - placed[target].after_us <= _TINY:
+            break
+        for group in sorted(g for g, gpu in mapping.items() if gpu == worst and g not in fixed):
+            moved = {**mapping, group: target}
+            new = {g: of(g, moved) for g in (worst, target)}
+            if max(p.after_us for p in new.values()) < placed[worst].after_us - _TINY:
+                mapping, placed = moved, {**placed, **new}
+                break
+        else:
+            break
+
+    ideal = sum(s.duration_us for s in stages)
+    by_gpu = [
+        [s for s in parts if mapping[group_of[s.features[0] if s.features else ""]] == g]
+        for g in range(gpus)
+    ]
+    alone = max(
+        (
+            len({s.level for s in mine}) * device.launch_us + whole(mine).alone_us
+            for mine in by_gpu
+            if mine
+        ),
+        default=0.0,
+    )
+    return Plan(
+        tuple(stages),
+        tuple(ops),
+        parts,
+        tuple(k for gpu in range(gpus) for k in placed[gpu].kernels),
+        tuple((f, mapping[g]) for f, g in sorted(group_of.items()) if f and g in mapping),
+        gpus,
+        ideal,
+        ideal + alone,
+        ideal + max(p.after_us for p in placed.values()),
+        tuple(assumed),
+    )
+
+
+__all__ = ["Device", "Work", "search"]

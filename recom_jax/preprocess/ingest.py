@@ -1,0 +1,185 @@
+"""Raw batches (dicts of numpy or pyarrow arrays, record batches) as columns, on the host and without loss.
+
+The structure of what comes out depends on the types alone, never on the values, so that one compiled program serves
+every batch: pyarrow columns are always `Nullable`, and lists get a capacity from a short ladder of sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from recom_jax import compat
+from recom_jax.errors import PreprocessError, PreprocessTypeError
+from recom_jax.preprocess.values import Column, Int64, Jagged, Nullable, column, length
+
+
+def columns(raw: Any, *, min_capacity: int = 64) -> dict[str, Column]:
+    """A raw batch as columns that a jitted program takes.
+
+    Args:
+      raw: a mapping of names to numpy arrays, `Int64`, `Nullable`, `Jagged`, pyarrow arrays or JAX arrays; or a pyarrow
+        Table or RecordBatch.
+      min_capacity: the least capacity of lists made from pyarrow lists.
+
+    Returns:
+      Name -> column: arrays as they are (numpy's 64-bit integers as `Int64` with x64 off), strings as fingerprints
+      (`fingerprint64`), pyarrow columns `Nullable`, pyarrow lists `Jagged`.
+
+    Raises:
+      PreprocessError: columns of different lengths.
+      PreprocessTypeError: `raw` is no batch, or a column holds neither numbers nor strings.
+    """
+    if hasattr(raw, "schema") and hasattr(raw, "column"):  # a pyarrow Table or RecordBatch
+        raw = {name: raw.column(k) for k, name in enumerate(raw.schema.names)}
+    if not isinstance(raw, Mapping):
+        raise PreprocessTypeError(
+            f"a raw batch is a mapping of names to columns, or a pyarrow Table or RecordBatch, not {type(raw).__name__}"
+        )
+    made: dict[str, Column] = {}
+    for name, x in raw.items():
+        try:
+            made[name] = _column(x, min_capacity)
+        except PreprocessError as why:
+            raise type(why)(f"column {name!r}: {why}") from why
+    sizes = {name: length(x) for name, x in made.items()}
+    if len(set(sizes.values())) > 1:
+        raise PreprocessError(f"length mismatch: the columns of a batch have {sizes} rows")
+    return made
+
+
+def rows_of(raw: Any) -> int:
+    """Rows of a raw batch, without converting it."""
+    if hasattr(raw, "num_rows"):
+        return int(raw.num_rows)
+    if isinstance(raw, Mapping) and raw:
+        x = next(iter(raw.values()))
+        return length(x) if isinstance(x, (Jagged, Nullable, Int64)) else len(x)
+    raise PreprocessTypeError(
+        f"a raw batch is a mapping of names to columns, or a pyarrow Table or RecordBatch, not {type(raw).__name__}"
+    )
+
+
+def _column(x: Any, min_capacity: int) -> Column:
+    if is_arrow(x):
+        return from_arrow(x, min_capacity=min_capacity)
+    if isinstance(x, np.ndarray) and x.dtype.kind in "USO":
+        from recom_jax.preprocess.hashing import fingerprint64
+
+        return fingerprint64(x)
+    if isinstance(x, jax.Array) or compat.is_tracer(x):
+        return x
+    return column(x)
+
+
+def is_arrow(x: Any) -> bool:
+    return type(x).__module__.partition(".")[0] == "pyarrow"
+
+
+def ladder(size: int, least: int = 1) -> int:
+    """`size` rounded up to 1, 1.25, 1.5 or 1.75 times a power of two: few shapes, at most a quarter of padding."""
+    size = max(size, least, 1)
+    if size <= 4:
+        return size
+    step = 1 << (size - 1).bit_length() - 3
+    return -(-size // step) * step
+
+
+def from_arrow(x: Any, *, min_capacity: int = 64) -> Column:
+    """A pyarrow array (or chunked array) as a column: `Nullable`, or `Jagged` for lists; strings as fingerprints."""
+    import pyarrow as pa
+
+    x = _one_chunk(x)
+    kind = x.type
+    if pa.types.is_dictionary(kind):
+        return from_arrow(x.dictionary_decode(), min_capacity=min_capacity)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        splits, inner, valid = _lists(x)
+        values = from_arrow(inner)
+        return Jagged(_padded(values, ladder(len(inner), min_capacity)), splits, valid)
+    if _is_text(kind):
+        return fingerprint_arrow(x, 0)
+    if pa.types.is_null(kind):
+        raise PreprocessTypeError(
+            "a pyarrow column without a type (all null); give the schema a type"
+        )
+    numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    if not numeric:
+        raise PreprocessTypeError(
+            f"a pyarrow column holds numbers, strings or lists of them, not {kind}; cast it"
+        )
+    valid = np.asarray(x.is_valid().to_numpy(zero_copy_only=False), bool)
+    filled = x if valid.all() else x.fill_null(False if pa.types.is_boolean(kind) else 0)
+    return Nullable(column(np.asarray(filled.to_numpy(zero_copy_only=False))), valid)
+
+
+def fingerprint_arrow(x: Any, threads: int) -> Column:
+    """`fingerprint64` of a pyarrow array of strings, or of lists of strings."""
+    import pyarrow as pa
+
+    from recom_jax.preprocess.hashing import fingerprints
+
+    x = _one_chunk(x)
+    if pa.types.is_dictionary(x.type):
+        x = x.dictionary_decode()
+    if not _is_text(x.type):
+        if pa.types.is_list(x.type) or pa.types.is_large_list(x.type):
+            return from_arrow(x)
+        raise PreprocessTypeError(f"fingerprint64: a pyarrow column of {x.type} holds no strings")
+    x = x.cast(pa.large_binary())
+    valid = np.asarray(x.is_valid().to_numpy(zero_copy_only=False), bool)
+    _, offsets, data = x.buffers()
+    at = np.zeros(1, np.int64)
+    if offsets is not None and len(x):
+        at = np.frombuffer(offsets, np.int64)[x.offset : x.offset + len(x) + 1]
+    bytes_ = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
+    return Nullable(fingerprints(bytes_, np.ascontiguousarray(at), threads), valid)
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    t = pa.types
+    return bool(t.is_string(kind) or t.is_large_string(kind) or t.is_binary(kind) or t.is_large_binary(kind)
+                or t.is_string_view(kind) or t.is_binary_view(kind) or t.is_fixed_size_binary(kind))  # fmt: skip
+
+
+def _one_chunk(x: Any) -> Any:
+    import pyarrow as pa
+
+    if isinstance(x, pa.ChunkedArray):
+        return x.chunk(0) if x.num_chunks == 1 else x.combine_chunks()
+    if not isinstance(x, pa.Array):
+        raise PreprocessTypeError(f"a column is a pyarrow array, not {type(x).__name__}")
+    return x
+
+
+def _lists(x: Any) -> tuple[np.ndarray, Any, np.ndarray]:
+    """Row splits from 0, the values they speak of, and validity, of a pyarrow list array (which may be a slice)."""
+    import pyarrow as pa
+
+    valid = np.asarray(x.is_valid().to_numpy(zero_copy_only=False), bool)
+    if pa.types.is_fixed_size_list(x.type):
+        splits = np.arange(len(x) + 1, dtype=np.int64) * x.type.list_size
+        inner = x.values.slice(x.offset * x.type.list_size, len(x) * x.type.list_size)
+    else:
+        at = x.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+        at = at if len(at) else np.zeros(1, np.int64)
+        inner, splits = x.values.slice(at[0], at[-1] - at[0]), at - at[0]
+    if splits[-1] >= 1 << 31:
+        raise PreprocessError("lists of 2**31 values or more in one batch; use smaller batches")
+    return splits.astype(np.int32), inner, valid
+
+
+def _padded(x: Any, capacity: int) -> Any:
+    def grow(a: Any) -> np.ndarray:
+        host = np.asarray(a)
+        return np.concatenate([host, np.zeros(capacity - len(host), host.dtype)])
+
+    return jax.tree.map(grow, x)
+
+
+__all__ = ["columns", "from_arrow"]

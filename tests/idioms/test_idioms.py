@@ -1,0 +1,197 @@
+"""Each idiom against plain JAX: the values, how many columns are fused, and why where none is."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import recom_jax
+from examples.idioms import ALL, SMALL, Size
+from tests.helpers import VERIFY, assert_same, check, check_report, run
+
+
+@dataclasses.dataclass(frozen=True)
+class Expect:
+    """What `explain` must say. `bound`: of the values, where sums or layers may round otherwise."""
+
+    columns: int
+    fused: int | None = None
+    calls: int = 1
+    bound: float | None = None
+    reason: str = ""
+
+
+def _inside(construct: str, columns: int = 1) -> Expect:
+    return Expect(columns, 0, 0, 1e-5, f"the lookup is inside {construct}")
+
+
+SUM = 1e-5  # values of a few ones, bags of five
+LAYERS = 2e-4
+F = SMALL.fields
+EXPECTED: dict[str, Expect] = {
+    # lookups
+    "modulo": Expect(1),
+    "separate_tables": Expect(F),
+    "offsets": Expect(1),
+    "stacked": Expect(1),
+    "half_precision_cast": Expect(1),
+    "quotient_remainder": Expect(2),
+    "unique": Expect(1),
+    "tied": Expect(3, bound=LAYERS),
+    "buckets_to_one_hot": Expect(1),
+    "thresholds_argmax": Expect(1),
+    "thresholds_count": Expect(1),
+    "digitize": Expect(1),
+    "murmur": Expect(1),
+    "xxhash": Expect(1),
+    "splitmix": Expect(1),
+    "several_hashes": Expect(2),
+    "positions": Expect(2),
+    "scaled_and_shifted": Expect(1, bound=SUM),
+    # bags
+    **dict.fromkeys((n for n in ALL if n.startswith("mean_")), Expect(1, bound=SUM)),
+    "multi_hot_sum": Expect(1, bound=SUM),
+    "multi_hot_max": Expect(1, 0, 0, SUM, "a one-hot product that takes each id once"),
+    "multi_hot_weighted": Expect(1, 0, 0, SUM, "a weighted one-hot product"),
+    "multi_hot_masked": Expect(1, bound=SUM),
+    "bcoo": Expect(1, bound=SUM),
+    "bcsr": Expect(1, 0, 0, SUM, "JAX multiplies compressed rows (BCSR) by a kernel of its own"),
+    "segments": Expect(1, bound=SUM),
+    "lengths": Expect(1, bound=SUM),
+    "weighted": Expect(1, bound=SUM),
+    "square_root": Expect(1, bound=SUM),
+    "masked_max": Expect(1),
+    "every_field_a_bag": Expect(8, bound=SUM),
+    # models
+    "dlrm": Expect(8, bound=LAYERS),  # the constant gather of pairs is no lookup
+    "fm": Expect(2, bound=2e-3),
+    "deepfm": Expect(2, bound=2e-3),
+    "wide_and_deep": Expect(3, bound=LAYERS),
+    "xdeepfm": Expect(1, bound=2e-3),
+    "dcn": Expect(1, bound=2e-3),
+    "din": Expect(
+        2, calls=2, bound=LAYERS
+    ),  # the second call's bag has weights that XLA makes of the first's rows
+    "dien": Expect(2, bound=LAYERS),
+    "sasrec": Expect(3, bound=LAYERS),
+    "two_tower": Expect(5, bound=LAYERS),
+    "mmoe": Expect(8, bound=LAYERS),
+    "transformer_input": Expect(3, bound=LAYERS),
+    # control flow
+    "scan": _inside("scan"),
+    "fori_loop": _inside("scan", 2),  # the loop also slices its ids
+    "while_loop": _inside("while", 2),
+    "cond": _inside("cond"),
+    "mapped": _inside("scan"),
+    "checkpoint": Expect(1, bound=SUM),
+    "custom_vjp": _inside("custom_vjp_call"),
+    "beside_a_loop": Expect(1, bound=SUM),
+    "sharded_lookup": _inside("shard_map"),
+    # libraries
+    "linen_embed": Expect(8),
+    "linen_embed_bf16": Expect(1),
+    "nnx_embed": Expect(1),
+    "haiku_index": Expect(1),
+    "haiku_one_hot": Expect(1),
+    "equinox_embedding": Expect(1),
+    "keras_embedding": Expect(1),
+    "keras_rs_sum": Expect(1, bound=SUM),
+    "keras_rs_mean": Expect(1, bound=SUM),
+    "keras_rs_sqrtn": Expect(1, bound=SUM),
+}
+
+
+def made(name: str, size: Size = SMALL) -> tuple[Any, tuple[Any, ...]]:
+    """An idiom's function and arguments; skips where its package is absent."""
+    idiom = ALL[name]
+    if idiom.needs and importlib.util.find_spec(idiom.needs) is None:
+        pytest.skip(f"{idiom.needs} is not installed (pip install 'recom_jax[idioms]')")
+    return idiom.make(size)
+
+
+def test_every_idiom_has_an_expectation() -> None:
+    assert set(EXPECTED) == set(ALL)
+
+
+def odd(args: Any, seed: int = 0) -> Any:
+    """The arguments with ids that no table has, and NaN and infinity among the numbers."""
+    rng = np.random.default_rng(seed)
+
+    def change(x: Any) -> Any:
+        x = np.array(x)
+        flat = x.reshape(-1)
+        if flat.size and x.dtype == np.int32:
+            strange = [-1, -2, SMALL.rows, 10**9, -(2**31), 2**31 - 1, SMALL.rows - 1]
+            at = rng.integers(0, flat.size, 1 + flat.size // 3)
+            flat[at] = rng.choice(strange, at.shape)
+        return x
+
+    return jax.tree.map(change, args)
+
+
+ODD = [
+    "modulo", "separate_tables", "offsets", "stacked", "half_precision_cast", "quotient_remainder", "unique",
+    "murmur", "several_hashes", "positions", "mean_maximum", "mean_jnp_mean_where", "multi_hot_sum",
+    "multi_hot_masked", "bcoo", "segments", "masked_max", "sharded_lookup", "while_loop", "linen_embed_bf16",
+    "haiku_one_hot", "equinox_embedding", "keras_embedding", "keras_rs_mean",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_idiom(name: str) -> None:
+    want = EXPECTED[name]
+    fn, args = made(name)
+    ours, plain = recom_jax.optimize(fn, options=VERIFY), jax.jit(fn)
+    assert_same(ours(*args), plain(*args), want.bound)
+    if name in ODD:
+        strange = odd(args)
+        assert_same(ours(*strange), plain(*strange), want.bound and 1e-4)
+    report = ours.explain(*args)
+    check_report(report, want.columns, want.fused, want.calls)
+    assert {c.reason for c in report.columns if c.reason} <= {want.reason}, report
+
+
+@pytest.mark.parametrize("name", ["modulo", "mean_maximum", "bcoo", "multi_hot_masked"])
+@pytest.mark.parametrize("batch", [0, 1])
+def test_small_batches(name: str, batch: int) -> None:
+    fn, args = made(name, dataclasses.replace(SMALL, batch=batch))
+    result, _ = run(fn, *args)
+    assert_same(result, jax.jit(fn)(*args), LAYERS)
+
+
+@pytest.mark.parametrize("name", ["splitmix", "xxhash", "bcoo"])
+def test_with_64_bits(name: str) -> None:
+    with jax.enable_x64(True):
+        fn, args = made(name)
+        wide = jax.tree.map(lambda x: x.astype(np.int64) if x.dtype == np.int32 else x, args)
+        check(fn, *wide, columns=1, bound=EXPECTED[name].bound)
+
+
+@pytest.mark.parametrize("name", ["custom_vjp", "checkpoint", "bcoo"])
+def test_gradients_are_the_functions_own(name: str) -> None:
+    fn, args = made(name)
+
+    def loss(f: Any) -> Any:
+        return lambda first: sum(x.astype(np.float32).sum() for x in jax.tree.leaves(f(first, *args[1:])))  # fmt: skip
+
+    ours = jax.jit(jax.grad(loss(recom_jax.optimize(fn, options=VERIFY))))(args[0])
+    assert_same(ours, jax.jit(jax.grad(loss(fn)))(args[0]), LAYERS)
+
+
+def test_an_optimized_body_is_fused_inside_the_loop() -> None:
+    """What `explain` says of lookups in loops has a remedy: the function that is looped over."""
+    fn, args = made("mapped")
+    table, ids = args
+    bag = recom_jax.optimize(lambda table, i: table[i].sum(0), options=VERIFY)
+
+    def looped(table: Any, ids: Any) -> Any:
+        return jax.lax.map(lambda i: bag(table, i), ids)
+
+    text = jax.jit(looped).lower(table, ids).as_text()
+    assert text.count("custom_call @recom_fused_v1") == 1
+    assert_same(jax.jit(looped)(table, ids), jax.jit(fn)(table, ids), SUM)
