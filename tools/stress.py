@@ -90,6 +90,7 @@ def main() -> int:
                     for name, x in batch.items():
                         views[name][...] = x
                     out = server(views)
+                    del views, x  # a slot is not free while views of it are around
                 else:
                     out = server(batch)
                 got = np.asarray(out)

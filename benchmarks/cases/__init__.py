@@ -10,6 +10,7 @@ from benchmarks.cases import (
     corun,
     first_result,
     gpu,
+    gpu_end_to_end,
     idioms,
     micro,
     models,
@@ -63,6 +64,13 @@ ALL = (
     Case("corun", "RAP: preprocessing beside training", 8, corun.run),
     Case("idioms", "Every idiom against plain jit", 5, idioms.run),
     Case("gpu_kernels", "CUDA: kernel times beside their peers", 3, gpu.run_kernels, gpu=True),
+    Case(
+        "gpu_end_to_end",
+        "CUDA: models E and F from numpy arrays, beside plain JAX",
+        4,
+        gpu_end_to_end.run,
+        gpu=True,
+    ),
     Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
 )
 CASES = {case.name: case for case in ALL}
