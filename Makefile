@@ -50,7 +50,7 @@ $(1)/.built: $(1)/.made $(SOURCES)
 endef
 
 # TensorFlow and the other libraries of models come with the first one alone.
-$(eval $(call environment,$(OLD),$(PYTHON_OLD),--editable ".[test$(comma)lint$(comma)tf$(comma)corun$(comma)idioms]" jax==0.10.2 jaxlib==0.10.2))
+$(eval $(call environment,$(OLD),$(PYTHON_OLD),--editable ".[test$(comma)lint$(comma)tf$(comma)corun$(comma)idioms$(comma)checkpoints]" jax==0.10.2 jaxlib==0.10.2))
 $(eval $(call environment,$(NEW),$(PYTHON_NEW),--editable ".[test$(comma)lint]" jax==0.12.0.1 jaxlib==0.12.0.1))
 $(eval $(call environment,$(TOUR),$(PYTHON_TOUR),--editable ".[demo$(comma)bench$(if $(CUDA),$(comma)cuda)]"))
 

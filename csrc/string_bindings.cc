@@ -30,7 +30,8 @@ struct Held {
   int64_t not_a_string = -1;  // the first entry of an object array that is neither string nor null
 
   Executor executor(int threads) const {
-    if (threads <= 0) threads = std::clamp<int>(std::thread::hardware_concurrency(), 1, 8);
+    static const int cores = std::clamp<int>(std::thread::hardware_concurrency(), 1, 8);
+    if (threads <= 0) threads = cores;  // asked once: it reads a file
     const int64_t useful = source->size() / kThreadStrings + 1;
     return packing::Helpers(static_cast<int>(std::min<int64_t>(threads, useful)));
   }

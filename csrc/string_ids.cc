@@ -3,125 +3,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 #include <utility>
 
 namespace recom::strings {
 namespace {
-
-// ---- fingerprints ----
-
-constexpr uint64_t kP0 = 0xc3a5c85c97cb3127u, kP1 = 0xb492b66fbe98f273u, kP2 = 0x9ae16a3b2f90404fu;
-
-uint64_t word(const char* p) {
-  uint64_t w;
-  std::memcpy(&w, p, sizeof w);
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-  w = __builtin_bswap64(w);
-#endif
-  return w;
-}
-
-uint64_t half_word(const char* p) {
-  uint32_t w;
-  std::memcpy(&w, p, sizeof w);
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-  w = __builtin_bswap32(w);
-#endif
-  return w;
-}
-
-uint64_t right(uint64_t x, int by) { return x >> by | x << (64 - by); }  // rotated; 0 < by < 64
-uint64_t fold(uint64_t x) { return x ^ x >> 47; }
-
-// Two words into one, by the multiplier.
-uint64_t mix(uint64_t a, uint64_t b, uint64_t multiplier) {
-  const uint64_t once = fold((a ^ b) * multiplier);
-  return fold((b ^ once) * multiplier) * multiplier;
-}
-
-uint64_t up_to_16(const char* s, uint64_t n) {
-  const uint64_t multiplier = kP2 + n * 2;
-  if (n >= 8) {
-    const uint64_t head = word(s) + kP2, tail = word(s + n - 8);
-    return mix(right(tail, 37) * multiplier + head, (right(head, 25) + tail) * multiplier,
-               multiplier);
-  }
-  if (n >= 4) return mix(n + (half_word(s) << 3), half_word(s + n - 4), multiplier);
-  if (n == 0) return kP2;
-  const auto byte = [s](uint64_t i) { return uint64_t{static_cast<uint8_t>(s[i])}; };
-  return fold((byte(0) + (byte(n / 2) << 8)) * kP2 ^ (n + (byte(n - 1) << 2)) * kP0) * kP2;
-}
-
-uint64_t up_to_32(const char* s, uint64_t n) {
-  const uint64_t multiplier = kP2 + n * 2;
-  const uint64_t a = word(s) * kP1, b = word(s + 8);
-  const uint64_t c = word(s + n - 8) * multiplier, d = word(s + n - 16) * kP2;
-  return mix(right(a + b, 43) + right(c, 30) + d, a + right(b + kP2, 18) + c, multiplier);
-}
-
-uint64_t up_to_64(const char* s, uint64_t n) {
-  const uint64_t multiplier = kP2 + n * 2;
-  const uint64_t a = word(s) * kP2, b = word(s + 8);
-  const uint64_t c = word(s + n - 8) * multiplier, d = word(s + n - 16) * kP2;
-  const uint64_t outer = right(a + b, 43) + right(c, 30) + d;
-  const uint64_t outer_mixed = mix(outer, a + right(b + kP2, 18) + c, multiplier);
-  const uint64_t e = word(s + 16) * multiplier, f = word(s + 24);
-  const uint64_t g = (outer + word(s + n - 32)) * multiplier;
-  const uint64_t h = (outer_mixed + word(s + n - 24)) * multiplier;
-  return mix(right(e + f, 43) + right(g, 30) + h, e + right(f + a, 18) + g, multiplier);
-}
-
-struct Pair {
-  uint64_t first = 0, second = 0;
-};
-
-// 32 bytes into a pair that starts as (a, b).
-Pair absorb(const char* s, uint64_t a, uint64_t b) {
-  const uint64_t last = word(s + 24);
-  a += word(s);
-  b = right(b + a + last, 21);
-  const uint64_t before = a;
-  a += word(s + 8) + word(s + 16);
-  return {a + last, b + right(a, 44) + before};
-}
-
-// The state over blocks of 64 bytes.
-struct State {
-  uint64_t x, y, z;
-  Pair v, w;
-
-  // `weight` is what the last block counts more.
-  void block(const char* s, uint64_t multiplier, uint64_t weight) {
-    x = right(x + y + v.first + word(s + 8), 37) * multiplier;
-    y = right(y + v.second + word(s + 48), 42) * multiplier;
-    x ^= w.second * weight;
-    y += v.first * weight + word(s + 40);
-    z = right(z + w.first, 33) * multiplier;
-    v = absorb(s, v.second * multiplier, x + w.first);
-    w = absorb(s + 32, z + w.second, y + word(s + 16));
-    std::swap(x, z);
-  }
-};
-
-uint64_t over_64(const char* s, uint64_t n) {
-  constexpr uint64_t kSeed = 81;
-  State state;
-  state.y = kSeed * kP1 + 113;
-  state.z = fold(state.y * kP2 + 113) * kP2;
-  state.x = kSeed * kP2 + word(s);
-  const char* const last = s + n - 64;  // the last block overlaps the one before
-  for (const char *p = s, *end = s + (n - 1) / 64 * 64; p != end; p += 64) state.block(p, kP1, 1);
-  const uint64_t multiplier = kP1 + ((state.z & 0xff) << 1);
-  state.w.first += (n - 1) & 63;
-  state.v.first += state.w.first;
-  state.w.first += state.v.first;
-  state.block(last, multiplier, 9);
-  const auto& [x, y, z, v, w] = state;
-  return mix(mix(v.first, w.first, multiplier) + fold(y) * kP0 + z,
-             mix(v.second, w.second, multiplier) + x, multiplier);
-}
 
 // ---- encoding ----
 
@@ -135,17 +21,19 @@ struct Units {
   }
 };
 
-// Appends the UTF-8 of n units. False if one is no character.
+// Writes the UTF-8 of n units at *end and moves *end behind it; memory only grows, as to clear it
+// costs as much as to write it. False if a unit is no character.
 template <typename Unit>
-bool append_utf8(Units<Unit> units, int64_t n, std::string* out) {
-  const size_t start = out->size();
+bool append_utf8(Units<Unit> units, int64_t n, std::string* out, size_t* end) {
   uint32_t all = 0;
   for (int64_t i = 0; i < n; ++i) all |= units[i];
   const bool ascii = all < 0x80;
-  out->resize(start + n * (ascii ? 1 : sizeof(Unit) == 1 ? 2 : sizeof(Unit) == 2 ? 3 : 4));
-  char* p = out->data() + start;
+  const size_t most = *end + n * (ascii ? 1 : sizeof(Unit) == 1 ? 2 : sizeof(Unit) == 2 ? 3 : 4);
+  if (out->size() < most) out->resize(std::max(most, 2 * out->size()));
+  char* p = out->data() + *end;
   if (ascii) {
     for (int64_t i = 0; i < n; ++i) p[i] = static_cast<char>(units[i]);
+    *end += n;
     return true;
   }
   for (int64_t i = 0; i < n; ++i) {
@@ -170,30 +58,30 @@ bool append_utf8(Units<Unit> units, int64_t n, std::string* out) {
       return false;
     }
   }
-  out->resize(p - out->data());
+  *end = p - out->data();
   return true;
 }
 
-bool append_utf8(const void* data, int64_t n, Encoding encoding, std::string* out) {
+bool append_utf8(const void* data, int64_t n, Encoding encoding, std::string* out, size_t* end) {
   const char* const p = static_cast<const char*>(data);
   switch (encoding) {
     case Encoding::kLatin1:
-      return append_utf8(Units<uint8_t>{p}, n, out);
+      return append_utf8(Units<uint8_t>{p}, n, out, end);
     case Encoding::kUcs2:
-      return append_utf8(Units<uint16_t>{p}, n, out);
+      return append_utf8(Units<uint16_t>{p}, n, out, end);
     default:
-      return append_utf8(Units<uint32_t>{p}, n, out);
+      return append_utf8(Units<uint32_t>{p}, n, out, end);
   }
 }
 
 // Collects encoded strings; their views are set in the end, as memory moves while it grows.
 class Encoded {
  public:
-  explicit Encoded(Batch* batch) : batch_(batch) { batch_->memory.clear(); }
+  explicit Encoded(Batch* batch) : batch_(batch) {}
   bool add(int64_t i, const void* data, int64_t units, Encoding encoding) {
-    if (!append_utf8(data, units, encoding, &batch_->memory)) return false;
+    if (!append_utf8(data, units, encoding, &batch_->memory, &end_)) return false;
     index_[n_] = i;
-    ends_[n_++] = batch_->memory.size();
+    ends_[n_++] = end_;
     return true;
   }
   ~Encoded() {
@@ -207,6 +95,7 @@ class Encoded {
  private:
   Batch* batch_;
   int n_ = 0;
+  size_t end_ = 0;
   int64_t index_[Batch::kSize];
   size_t ends_[Batch::kSize];
 };
@@ -240,12 +129,6 @@ int64_t for_each(const Source& source, const Executor& executor, const Each& eac
 }
 
 }  // namespace
-
-uint64_t fingerprint64(const char* data, size_t size) {
-  if (size <= 16) return up_to_16(data, size);
-  if (size <= 32) return up_to_32(data, size);
-  return size <= 64 ? up_to_64(data, size) : over_64(data, size);
-}
 
 // ---- sources ----
 

@@ -1,4 +1,5 @@
-// Strings on the host: their fingerprints, bucket numbers, and lists of them in one string.
+// Strings on the host: their fingerprints (fingerprint.h) and bucket numbers, and lists in one
+// string.
 //
 // Nothing here needs Python or XLA. Strings come through a Source, a batch at a time, so that a
 // loop over them costs no call a string and no copy where memory holds their bytes already.
@@ -6,19 +7,15 @@
 #ifndef RECOM_JAX_CSRC_STRING_IDS_H_
 #define RECOM_JAX_CSRC_STRING_IDS_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "fingerprint.h"
 #include "parallel.h"
 
 namespace recom::strings {
-
-// FarmHash's Fingerprint64 (G. Pike, "FarmHash", version 1.1), which never changes. TensorFlow's
-// to_hash_bucket_fast is this modulo the number of buckets.
-uint64_t fingerprint64(const char* data, size_t size);
 
 // How a string's units are laid out. All but kBytes become UTF-8 before they are hashed.
 enum class Encoding : uint8_t { kBytes, kLatin1, kUcs2, kUcs4 };

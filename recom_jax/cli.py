@@ -98,8 +98,10 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _tf_library(args: argparse.Namespace) -> int:
-    from recom_jax.tensorflow_library import tensorflow_library
+    from recom_jax.tensorflow_library import find_tensorflow, kept_library, tensorflow_library
 
+    if kept_library(find_tensorflow()) is None:
+        print("compiling, once: about a minute", file=sys.stderr)
     path = tensorflow_library()
     if args.out:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import pathlib
 import platform
 import re
@@ -74,7 +75,7 @@ def examine() -> Iterator[Finding]:
     for name in PACKAGES:
         yield _package(name)
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _extension, _devices, _works, _driver, _compiler, _cache, _variables,
+        _extension, _devices, _works, _driver, _compiler, _tensorflow, _cache, _variables,
     )  # fmt: skip
     for check in checks:
         try:
@@ -218,6 +219,26 @@ def _compiler() -> Iterator[Finding]:
     yield Finding(
         "NVRTC", f"{major}.{minor}, {next(iter(nvrtc.libraries()), 'from the search path')}"
     )
+
+
+def _tensorflow() -> Iterator[Finding]:
+    """Nothing where it is not installed: few need it."""
+    if importlib.util.find_spec("tensorflow") is None:
+        return
+    try:
+        from recom_jax import tensorflow_library as library
+    except ImportError:
+        return
+    from recom_jax.errors import ExportError
+
+    try:
+        found = library.find_tensorflow()
+        kept = library.kept_library(found)
+    except ExportError as why:
+        yield Finding("TensorFlow", str(why), NOTE, "see docs/tensorflow.md")
+        return
+    state = f"library {kept}" if kept else "its library is built when it is needed"
+    yield Finding("TensorFlow", f"{found.version}, {state}")
 
 
 def _cache() -> Iterator[Finding]:

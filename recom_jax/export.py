@@ -87,7 +87,7 @@ class Signature:
       inputs: what the model takes behind the parameters, by example: a tuple is one argument each, all else is one
         argument. Leaves have ``shape`` and ``dtype`` (arrays, `jax.ShapeDtypeStruct`, `tf.TensorSpec`).
       polymorphic_shapes: as in ``jax2tf.convert``, for `inputs` alone: "(b, ...)", or a tree of such strings; None:
-        all sizes are those of `inputs`.
+        all sizes are those of `inputs`. A list may begin with None for the parameters.
       model: the function of this signature; None: the one that `to_saved_model` was given.
     """
 
@@ -132,11 +132,19 @@ def to_saved_model(
       TensorFlowError (ImportError): no TensorFlow, or a wrong version.
       ArgumentError (TypeError): inputs or parameters that are no arrays, or two of one name.
     """
+    from recom_jax.serve import Server
+
     _library.find_tensorflow()
     tf = _tensorflow()
-    signatures = _signatures(signature, polymorphic_shapes)
-    with_paths, params_tree = _flatten(params)
     module = tf.Module()
+    signatures = _signatures(signature, polymorphic_shapes, module)
+    for fn in [model, *(s.model for s in signatures.values() if s.model is not None)]:
+        if not callable(fn) or isinstance(fn, Server):
+            raise ArgumentError(
+                f"expected a function of (params, *inputs), was given {fn!r}; of a bound server, pass the model "
+                "itself and the parameters"
+            )
+    with_paths, params_tree = _flatten(params)
     variables = [
         tf.Variable(_canonical(leaf, f"params{jax.tree_util.keystr(at)}"), name=_identifier(at))
         for at, leaf in with_paths
@@ -171,7 +179,7 @@ def _tensorflow() -> Any:
     return tensorflow
 
 
-def _signatures(signature: Any, polymorphic_shapes: Any) -> dict[str, Signature]:
+def _signatures(signature: Any, polymorphic_shapes: Any, module: Any) -> dict[str, Signature]:
     if isinstance(signature, Signature):
         signature = {SERVING: signature}
     several = isinstance(signature, Mapping) and bool(signature) and all(
@@ -185,9 +193,10 @@ def _signatures(signature: Any, polymorphic_shapes: Any) -> dict[str, Signature]
             "Signature(inputs, polymorphic_shapes)"
         )
     for name in signature:
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*", name) or name == "params":
+        valid = isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w*", name)
+        if not valid or name == "params" or hasattr(module, name):
             raise ArgumentError(
-                f"signature {name!r}: a name is letters, digits and _, and not 'params'"
+                f"signature {name!r}: a name is letters, digits and _, and not 'params' or what a tf.Module has"
             )
     return dict(signature)
 
@@ -206,16 +215,10 @@ def _function(
 
     one = not isinstance(signature.inputs, tuple)
     inputs = (signature.inputs,) if one else signature.inputs
-    shapes = (signature.polymorphic_shapes,) if one else signature.polymorphic_shapes
     with_paths, inputs_tree = _flatten(inputs)
     parameters = _parameters(model, len(inputs))
     leaves = [_leaf(leaf, f"input {_shown(at, parameters)}") for at, leaf in with_paths]
-    # One string a leaf; as jax2tf, None is no name at all.
-    given = [None] * len(leaves)
-    if any(s is not None for s in jax.tree.leaves(shapes)):
-        given = jax.tree.leaves(
-            jax.tree.broadcast(shapes, inputs, is_leaf=_is_none), is_leaf=_is_none
-        )
+    given = _shapes_of(inputs, signature.polymorphic_shapes, one)
     scope = jax.export.SymbolicScope()
     for k, (at, _) in enumerate(with_paths):
         if given[k] is not None:
@@ -252,6 +255,26 @@ def _function(
         for s, name in zip(leaves, names, strict=True)
     ]
     return tf.function(call, input_signature=specs, jit_compile=jit_compile, autograph=False)
+
+
+def _shapes_of(inputs: tuple[Any, ...], shapes: Any, one: bool) -> list[str | None]:
+    """One string a leaf. `shapes` is as in jax2tf: a prefix of the inputs, or None; for one input, also in a list."""
+    listed = isinstance(shapes, (list, tuple))
+    plain = not one or not isinstance(inputs[0], (list, tuple))
+    if listed and plain and len(shapes) == len(inputs) + 1 and shapes[0] is None:
+        shapes = shapes[1:]  # it was that of the parameters
+    if one and not (listed and plain and len(shapes) == 1):
+        shapes = (shapes,)
+    elif listed:
+        shapes = tuple(shapes)
+    try:
+        whole = jax.tree.broadcast(shapes, inputs, is_leaf=_is_none)
+    except ValueError as why:
+        raise ArgumentError(
+            f"polymorphic_shapes are a string for all inputs, or strings in the structure of the inputs: {why}"
+        ) from why
+    found: list[str | None] = list(_flatten(inputs)[1].flatten_up_to(whole))
+    return found
 
 
 def _flatten(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:

@@ -258,9 +258,9 @@ def _numpy(array: Any) -> Iterator[Any]:
     make = ffi.extension().StringSource
     kind = array.dtype.kind
     if kind in "SU":
-        yield make.from_fixed(np.require(array, array.dtype.newbyteorder("="), ["C_CONTIGUOUS"]))
+        yield make.from_fixed(_contiguous(array.astype(array.dtype.newbyteorder("="), copy=False)))
     elif kind == "O":
-        yield _objects(np.require(array, requirements=["C_CONTIGUOUS"]), None, 0)
+        yield _objects(_contiguous(array), None, 0)
     elif kind == "T":
         missing = getattr(array.dtype, "na_object", None)
         flat = array.reshape(-1)
@@ -270,6 +270,10 @@ def _numpy(array: Any) -> Iterator[Any]:
             yield _objects(part, None if isinstance(missing, str) else missing, at)
     else:
         raise ArgumentError(f"expected strings ({_KINDS}), was given an array of {array.dtype}")
+
+
+def _contiguous(array: Any) -> Any:
+    return array if array.flags.c_contiguous else array.copy("C")  # np.require is slow
 
 
 def _objects(array: Any, missing: Any, at: int) -> Any:

@@ -107,7 +107,7 @@ def tensorflow_library() -> pathlib.Path:
       ExportError (RuntimeError): no C++17 compiler, or it failed.
     """
     found = find_tensorflow()
-    name = f"librecom_jax-tf{found.version}-{_digest(found)[:16]}.so"
+    name = _name(found)
     with _LOCK, _folder() as folder:
         path = folder / name
         if not path.exists():
@@ -115,14 +115,26 @@ def tensorflow_library() -> pathlib.Path:
         return path
 
 
+def kept_library(found: TensorFlow) -> pathlib.Path | None:
+    """The library in the cache folder; None if it would have to be built."""
+    kept = options.Options().caches_in
+    path = kept / "tensorflow" / _name(found) if kept else None
+    return path if path is not None and path.exists() else None
+
+
 def load(tf: Any) -> None:
     """Loads the library into the TensorFlow of this process. Any number of times, from any thread."""
     path = tensorflow_library()
-    tf.load_library(str(path))
-    library = ctypes.CDLL(str(path))
+    try:
+        tf.load_library(str(path))
+        library = ctypes.CDLL(str(path))
+    except Exception as why:  # TensorFlow's own types of errors
+        raise ExportError(f"the library {path} cannot be loaded: {why}") from why
     library.recom_tensorflow_status.restype = ctypes.c_char_p
     status = library.recom_tensorflow_status().decode(errors="replace")
-    if status and "already registered" not in status:
+    if (
+        status and "Duplicate FFI handler" not in status
+    ):  # a copy of the file was loaded before: as good
         raise ExportError(f"TensorFlow refuses the custom call: {status}")
 
 
@@ -151,6 +163,10 @@ def _compiler() -> list[str]:
         f"the library for TensorFlow is built with a C++17 compiler, and {what}. On Debian or Ubuntu: apt-get "
         "install g++; or build it on another machine (python -m recom_jax tf-library --out FILE) and load the file"
     )
+
+
+def _name(found: TensorFlow) -> str:
+    return f"librecom_jax-tf{found.version}-{_digest(found)[:16]}.so"
 
 
 def _digest(found: TensorFlow) -> str:

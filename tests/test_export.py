@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import recom_jax
-from recom_jax import cli, export, tensorflow_library
+from recom_jax import cli, doctor, export, tensorflow_library
 from recom_jax.errors import ArgumentError, ExportError, TensorFlowError
 from recom_jax.export import Signature
 
@@ -165,6 +165,8 @@ def test_the_library_is_built_once_and_kept_where_nobody_else_writes(
     assert cli.main(["tf-library", "--out", str(tmp_path / "copy.so")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "copy.so")
     assert (tmp_path / "copy.so").read_bytes() == b"library"
+    (finding,) = doctor._tensorflow()
+    assert finding.found.startswith("2.21.0, library") and finding.state == doctor.OK
     assert cli.main(["tf-library", "--out", str(tmp_path / "no" / "copy.so")]) == 2
     folder.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="cannot keep the library for TensorFlow"):
@@ -212,7 +214,7 @@ def saved(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     signatures = {
         "serving_default": Signature(make_batch(6)),
         "one": Signature(make_batch(1)),
-        "any": Signature(make_batch(6), "(b, ...)", score),
+        "any": Signature(make_batch(6), ["(b, ...)"], score),
     }
     module = export.to_saved_model(model, make_params(), folder, signatures, with_gradient=True)
     return SimpleNamespace(folder=folder, module=module)
@@ -288,19 +290,13 @@ def test_results_are_plain_jaxs(tf: Any, saved: Any) -> None:
 def test_gradients_are_jaxs(tf: Any, saved: Any) -> None:
     batch = make_batch(6) | {"items": np.arange(30, dtype=np.int32).reshape(6, 5)}
     want = jax.grad(lambda p: (jnp.nan_to_num(columns(p, batch)) ** 2).sum())(make_params())
-    for module in (saved.module, tf.saved_model.load(str(saved.folder))):
-        with tf.GradientTape() as tape:
-            wide = module.serving_default(
-                *[tf.constant(batch[k]) for k in ("items", "price", "user")]
-            )
-            loss = tf.reduce_sum(wide["output_0"] ** 2)
-        grads = tape.gradient(loss, module.params)
-        for name, g in grads.items():
-            got, rtol = (
-                tf.cast(tf.convert_to_tensor(g), tf.float32),
-                1e-2 if name == "half" else 1e-5,
-            )
-            np.testing.assert_allclose(got, want[name].astype(np.float32), rtol=rtol, err_msg=name)
+    module = tf.saved_model.load(str(saved.folder))
+    with tf.GradientTape() as tape:
+        wide = module.serving_default(*[tf.constant(batch[k]) for k in ("items", "price", "user")])
+        loss = tf.reduce_sum(wide["output_0"] ** 2)
+    for name, g in tape.gradient(loss, module.params).items():
+        got, rtol = tf.cast(tf.convert_to_tensor(g), tf.float32), 1e-2 if name == "half" else 1e-5
+        np.testing.assert_allclose(got, want[name].astype(np.float32), rtol=rtol, err_msg=name)
 
 
 def test_trees_of_any_kind_without_jit_compile(tf: Any, tmp_path: pathlib.Path) -> None:
@@ -316,7 +312,7 @@ def test_trees_of_any_kind_without_jit_compile(tf: Any, tmp_path: pathlib.Path) 
         [tf.TensorSpec([None], tf.int32), jax.ShapeDtypeStruct((5,), np.float32)],
     )
     module = export.to_saved_model(
-        fn, tables, tmp_path, inputs, ("(b,)", ["(b,)", "(b,)"]), jit_compile=False
+        fn, tables, tmp_path, inputs, [None, "(b,)", ["(b,)", "(b,)"]], jit_compile=False
     )
     assert list(module.params) == ["0", "1"]
     loaded = tf.saved_model.load(str(tmp_path)).signatures["serving_default"]
@@ -356,8 +352,15 @@ def test_wrong_arguments(tf: Any, tmp_path: pathlib.Path) -> None:
     fails({"a b": np.zeros(2), "a_b": np.zeros(2)}, "two inputs would have the name 'a_b'")
     fails(batch, r"params\['x'\] is of object", params={"x": np.array([None])})
     fails({"ok": Signature(batch)}, "belongs to each Signature", "(b, ...)")
+    fails(
+        {"x": Signature(batch, model=model.bind(make_params()))},
+        "of a bound server, pass the model itself",
+    )
     fails({"params": Signature(batch)}, "signature 'params'")
     fails({"no-name": Signature(batch)}, "signature 'no-name'")
+    fails({"variables": Signature(batch)}, "signature 'variables'")
+    fails(batch, "polymorphic_shapes are a string", {"items": "(b, ...)"})
+    fails((batch,), "polymorphic_shapes are a string", ["(b, ...)", "(b,)"])
 
 
 def test_the_guides_examples_run(
@@ -368,3 +371,16 @@ def test_the_guides_examples_run(
     space: dict[str, Any] = {"__name__": "tensorflow.md"}
     for k, block in enumerate(re.findall(r"```python\n(.*?)```", page, re.DOTALL)):
         exec(compile(block, f"tensorflow.md, example {k}", "exec"), space)
+
+
+def test_a_second_copy_of_the_library_is_no_error(
+    tf: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy.so"
+    copy.write_bytes(export.tensorflow_library().read_bytes())
+    monkeypatch.setattr(tensorflow_library, "tensorflow_library", lambda: copy)
+    export.register_tensorflow()
+    missing = tmp_path / "none.so"
+    monkeypatch.setattr(tensorflow_library, "tensorflow_library", lambda: missing)
+    with pytest.raises(ExportError, match=r"none\.so cannot be loaded"):
+        export.register_tensorflow()

@@ -143,7 +143,9 @@ def run(context: Context) -> Result:
     tables = {c.name: rng.standard_normal((c.rows, c.dim), dtype=np.float32) for c in specs}
     raws = [raw_batch(specs, size, seed) for seed in range(BATCHES)]
     tensors = [{k: tf.constant(v) for k, v in raw.items()} for raw in raws]
-    group = f"model E from raw strings, {len(specs):,} columns, batch {size}"
+    group = f"model E from raw strings, {len(specs):,} columns, batch {size}" + " (of 1,000)" * (
+        s.scale != 1
+    )
     first: dict[str, float] = {}
     outputs: dict[str, np.ndarray] = {}
 
