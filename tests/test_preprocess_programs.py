@@ -169,3 +169,27 @@ def test_lists_bins_and_classes_feed_fused_columns() -> None:
         "x": jnp.array([0.0, 0.3, np.nan, 2.0]),
     }
     check(model, TABLES, raw, columns=3, bound=1e-5, leaves_gather=True)
+
+
+def test_a_program_without_tables_is_one_call_on_request() -> None:
+    def prep(raw: Any) -> Any:
+        ids = [pp.sigrid_hash(pp.fill_null(raw["C1"], -1), k, 10**6 + k) for k in range(3)]
+        wide = pp.sigrid_hash(raw["C1"], 1, 2**40)
+        return ids, wide, pp.onehot_class(raw["x"], 0, 1, 9), pp.logit(raw["x"], 1e-3)
+
+    options = recom_jax.Options(fuse_values=True, verify=True)
+    fused = recom_jax.optimize(prep, options=options)
+    for size in (1, 50):
+        raw = {
+            "C1": pp.Nullable(RAW[:size], RAW[:size] > 0),
+            "x": jnp.linspace(-1, 2, size).at[0].set(jnp.nan),
+        }
+        got, want = fused(raw), jax.jit(prep)(raw)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+            assert a.dtype == b.dtype
+    text = fused.lower(raw).as_text()
+    assert text.count("custom_call @recom_fused_v1") == 1 and "stablehlo.shift_left" not in text
+    assert "stablehlo.log" in text  # not exact in every context: XLA's
+    assert "recom_fused" not in recom_jax.optimize(prep).lower(raw).as_text()

@@ -20,7 +20,8 @@ class Options:
       workers: threads that prepare batches on the CPU. Batches arrive in order however many there are.
       last: what becomes of a last batch with fewer rows than the first one: "keep" trains on it (the step is compiled
         for its size, too), "drop" leaves it out, "error" raises.
-      fused: whether prep goes through the fusion compiler (`recom_jax.optimize`); False: `jax.jit` alone.
+      fused: whether prep goes through the fusion compiler, ``recom_jax.Options(fuse_values=True)``; False: `jax.jit`
+        alone. It compiles faster, and runs faster or slower, by the program.
       steps_in_flight: steps that may be dispatched and unfinished before the pipeline waits for the oldest.
       probe: measure the train step's stages (`corun.stage`) for the plan. Compiles each stage once more.
       min_share, max_share: bounds of the share of the device that preprocessing may take at a time, in the plan.

@@ -229,7 +229,9 @@ def compile_prep(prep: Callable[[Any], Any], options: Options) -> Callable[[Any]
         return jax.jit(prep)
     import recom_jax
 
-    made: Callable[[Any], Any] = recom_jax.optimize(prep)
+    made: Callable[[Any], Any] = recom_jax.optimize(
+        prep, options=recom_jax.Options(fuse_values=True)
+    )
     return made
 
 
