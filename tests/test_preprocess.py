@@ -428,6 +428,19 @@ def scaled(lists: list[Any]) -> list[Any]:
     return [None if r is None else [None if v is None else v * 10**11 for v in r] for r in lists]
 
 
+@pytest.mark.once
+def test_columns_of_python_values() -> None:
+    assert pp.fill_null([1, None, 2**40], 7).to_numpy().tolist() == [1, 7, 2**40]
+    np.testing.assert_array_equal(pp.fill_null([1.5, None], 2), [1.5, 2])
+    lists = [[1, 2**40], None, [], [None, 3]]
+    assert pp.Jagged.from_lists(lists).to_lists() == lists
+    assert pp.Jagged.from_lists([[0.5], []]).to_lists() == [[0.5], []]
+    assert pp.Jagged.from_lists([]).to_lists() == [] and pp.Jagged.from_lists(
+        [None]
+    ).to_lists() == [None]
+    assert pp.firstx(pp.Jagged.from_lists(lists), 1).to_lists() == [[1], None, [], [None]]
+
+
 @pytest.mark.parametrize("n", [0, 2, 9])
 def test_firstx_and_ngram(n: int) -> None:
     x = jagged(LISTS)

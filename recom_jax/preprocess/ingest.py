@@ -14,7 +14,14 @@ import numpy as np
 
 from recom_jax import compat
 from recom_jax.errors import PreprocessError, PreprocessTypeError
-from recom_jax.preprocess.values import Column, Int64, Jagged, Nullable, column, length
+from recom_jax.preprocess.int64 import Int64
+from recom_jax.preprocess.values import (
+    Column,
+    Jagged,
+    Nullable,
+    column,
+    length,
+)
 
 
 def columns(raw: Any, *, min_capacity: int = 64) -> dict[str, Column]:
