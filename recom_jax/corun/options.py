@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from recom_jax.errors import OptionError
@@ -26,6 +27,8 @@ class Options:
       probe: measure the train step's stages (`corun.stage`) for the plan. Compiles each stage once more.
       min_share, max_share: bounds of the share of the device that preprocessing may take at a time, in the plan.
       gpus: devices that the plan maps features to; None: the mesh's size, else 1.
+      owners: (raw column, device) pairs, or a mapping: columns that the plan leaves on the device that holds their
+        table.
       close_timeout_s: seconds to wait at the end for an input iterator that is still reading.
     """
 
@@ -38,6 +41,7 @@ class Options:
     min_share: float = 0.0625
     max_share: float = 0.5
     gpus: int | None = None
+    owners: tuple[tuple[str, int], ...] = ()
     close_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -55,6 +59,12 @@ class Options:
             )
         if self.gpus is not None and (not isinstance(self.gpus, int) or self.gpus < 1):
             raise OptionError(f"corun.Options.gpus is an integer of at least 1, not {self.gpus!r}")
+        pairs = self.owners.items() if isinstance(self.owners, Mapping) else self.owners
+        object.__setattr__(self, "owners", tuple((str(f), int(g)) for f, g in pairs))
+        if any(g < 0 or (self.gpus is not None and g >= self.gpus) for _, g in self.owners):
+            raise OptionError(
+                f"corun.Options.owners names a device that is not there: {self.owners}"
+            )
         if not self.close_timeout_s >= 0:
             raise OptionError(
                 f"corun.Options.close_timeout_s is at least 0, not {self.close_timeout_s}"

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import os
+import re
 import statistics
 import threading
 import time
@@ -20,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recom_jax import compat
+from recom_jax.cache import Cache, key_of
 from recom_jax.corun.markers import stage_p
 from recom_jax.corun.plan import Stage
 from recom_jax.trace import flatten
@@ -85,15 +89,43 @@ def made_up(like: Any, rng: np.random.Generator) -> Any:
     return jnp.asarray(rng.random(like.shape) * 0.1, like.dtype)
 
 
+def known_stages(cache: Cache, key: str) -> tuple[Stage, ...] | None:
+    """Stages measured before on this device for this step, or None."""
+    kept = cache.get("probe", key)
+    if kept is None:
+        return None
+    try:
+        return tuple(Stage(**fields) for fields in json.loads(kept))
+    except (ValueError, TypeError):  # of another version
+        return None
+
+
+def key_of_step(closed: Any, repeats: int) -> str:
+    """A key of a step's jaxpr and of the machine: kind of device, cores, JAX."""
+    text = re.sub(r"0x[0-9a-f]+", "", str(closed))  # addresses of Python objects
+    device = jax.devices()[0]
+    machine = (device.platform, device.device_kind, os.cpu_count() or 0, jax.__version__)
+    return key_of("stages 1", *machine, repeats, text)
+
+
 def stages_of(
-    step: Callable[[Any, Any], Any], state: Any, batch: Any, repeats: int = 5
+    step: Callable[[Any, Any], Any],
+    state: Any,
+    batch: Any,
+    repeats: int = 5,
+    cache: Cache | None = None,
 ) -> tuple[Stage, ...]:
     """The stages of a train step, measured. `state`, `batch`: shapes and dtypes.
 
-    Stages of one name that come several times stay apart, with a number behind the name.
+    Stages of one name that come several times stay apart, with a number behind the name. With a `cache`, what was
+    measured for this step on such a device is taken from there.
     """
     step = getattr(step, "__wrapped__", step)  # a jit that donates would stay one equation
     closed = flatten(jax.make_jaxpr(step)(state, batch))
+    key = key_of_step(closed, repeats)
+    found = None if cache is None else known_stages(cache, key)
+    if found is not None:
+        return found
     jaxpr = compat.open_jaxpr(closed)
     rng = np.random.default_rng(0)
     values: dict[int, Any] = {id(v): made_up(v.aval, rng) for v in jaxpr.invars}
@@ -114,6 +146,8 @@ def stages_of(
         alone = _time(call, repeats)
         free = [_free(call, alone, probe, repeats) for probe in _probes()]
         made.append(Stage(name, 1e6 * alone, *free))
+    if cache is not None:
+        cache.put("probe", key, json.dumps([dataclasses.asdict(stage) for stage in made]).encode())
     return tuple(made)
 
 
