@@ -82,7 +82,7 @@ class History:
 def save(folder: pathlib.Path, state: Any, position: int) -> str:
     """Saves a state and the place in the stream; says how."""
     folder.mkdir(parents=True, exist_ok=True)
-    tree = {"state": state, "position": np.int64(position)}
+    tree = {"state": state, "position": np.array(position, np.int64)}
     try:
         import orbax.checkpoint as ocp
     except ImportError:
@@ -94,12 +94,13 @@ def save(folder: pathlib.Path, state: Any, position: int) -> str:
         )
     with ocp.StandardCheckpointer() as writer:
         writer.save((folder / "orbax").absolute(), tree, force=True)
+    (folder / "checkpoint.npz").unlink(missing_ok=True)  # an older one
     return f"{folder / 'orbax'} (Orbax)"
 
 
 def restore(folder: pathlib.Path, like: Any) -> tuple[Any, int]:
     """The saved state (of the structure, shapes and dtypes of `like`) and the place in the stream."""
-    tree = {"state": like, "position": np.int64(0)}
+    tree = {"state": like, "position": np.array(0, np.int64)}
     if (folder / "checkpoint.npz").exists():
         wanted, shape = jax.tree.flatten(tree)
         with np.load(folder / "checkpoint.npz") as file:

@@ -55,6 +55,7 @@ def test_preprocessing_is_the_formula() -> None:
     np.testing.assert_allclose(made["dense"][:, 0], np.log1p(np.maximum(x, 0)), rtol=1e-6)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("name", "optimizer"), [("dlrm", "sgd"), ("dcnv2", "adagrad")])
 def test_sparse_updates_are_those_of_dense_gradients(name: str, optimizer: str) -> None:
     options = {k: v for k, v in SMALL.items() if k != "bottom" or name == "dlrm"}
