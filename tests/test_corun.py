@@ -102,6 +102,25 @@ def test_donated_state_and_pyarrow_batches() -> None:
     assert numbers(pipe.run(start(), batches)) == [0, 1, 2, 3]
 
 
+def test_an_iterator_may_reuse_its_buffers() -> None:
+    buffer = {k: v.copy() for k, v in raws(1)[0].items()}
+    nullable = pp.Nullable(np.zeros(ROWS, np.float32), np.ones(ROWS, bool))
+
+    def source() -> Iterator[Any]:
+        for raw in raws(8):
+            for name, values in raw.items():
+                buffer[name][:] = values
+            nullable.values[:] = raw["x"]
+            yield {**buffer, "x": nullable}
+
+    def slow(raw: Any) -> Any:
+        return prep({**raw, "x": pp.fill_null(raw["x"], 0)})
+
+    pipe = corun.Pipeline(slow, step, options=corun.Options(slots=4, workers=2))
+    losses = [float(m["loss"]) for _, m in pipe.run(start(), source())]
+    assert losses == [float(w["loss"]) for w in one_after_the_other(raws(8))]
+
+
 def test_read_ahead_is_bounded() -> None:
     read, most, done = [0], [0], [0]
 

@@ -13,6 +13,7 @@ import pytest
 import recom_jax
 from recom_jax import preprocess as pp
 from recom_jax.preprocess.ingest import ladder
+from tests import cuda_emulation
 from tests.helpers import check
 from tests.test_preprocess import RAW, sigrid
 
@@ -193,3 +194,24 @@ def test_a_program_without_tables_is_one_call_on_request() -> None:
     assert text.count("custom_call @recom_fused_v1") == 1 and "stablehlo.shift_left" not in text
     assert "stablehlo.log" in text  # not exact in every context: XLA's
     assert "recom_fused" not in recom_jax.optimize(prep).lower(raw).as_text()
+
+
+@pytest.mark.once
+@pytest.mark.skipif(cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing()))
+def test_generated_cuda_computes_the_same_ids() -> None:
+    """The kernel's text, executed by the emulation: with a lookup behind the hash, and as a program without tables."""
+
+    def ids(raw: Any) -> Any:
+        near = pp.sigrid_hash(pp.fill_null(raw["C1"], -1), 3, 997)
+        far = pp.sigrid_hash(raw["C1"].values, -5, 10**9 + 7)
+        return {"near": near, "far": far, "bin": pp.onehot_class(raw["x"], 0, 1, 9)}
+
+    def rows(raw: Any) -> Any:
+        made = ids(raw)
+        return [jnp.take(raw["t"], made[k] % 997, axis=0) for k in ("near", "far")]
+
+    table = np.random.default_rng(0).normal(size=(997, 4)).astype(np.float32)
+    raw = {"C1": pp.Nullable(RAW, RAW > 0), "x": jnp.linspace(-1, 2, len(RAW)), "t": table}
+    for fn, options in ((rows, {}), (ids, {"fuse_values": True})):
+        got = cuda_emulation.compiled(fn, raw, **options).run(cuda_emulation.emulate)
+        jax.tree.map(np.testing.assert_array_equal, got, jax.jit(fn)(raw))

@@ -21,6 +21,8 @@ class Options:
       workers: threads that prepare batches on the CPU. Batches arrive in order however many there are.
       last: what becomes of a last batch with fewer rows than the first one: "keep" trains on it (the step is compiled
         for its size, too), "drop" leaves it out, "error" raises.
+      copy: copy numpy arrays as they are read, so that an iterator may reuse its buffers; False for iterators that
+        never do.
       fused: whether prep goes through the fusion compiler, ``recom_jax.Options(fuse_values=True)``; False: `jax.jit`
         alone. It compiles faster, and runs faster or slower, by the program.
       steps_in_flight: steps that may be dispatched and unfinished before the pipeline waits for the oldest.
@@ -35,6 +37,7 @@ class Options:
     slots: int = 3
     workers: int = 1
     last: Last = "keep"
+    copy: bool = True
     fused: bool = False
     steps_in_flight: int = 2
     probe: bool = False

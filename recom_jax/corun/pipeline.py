@@ -87,9 +87,8 @@ class Pipeline:
         try:
             source = self._source_for(raw_batches, start)
             self._position = source.position
-            with Ring(
-                source, self._device(), self.options.slots, self.options.close_timeout_s
-            ) as ring:
+            o = self.options
+            with Ring(source, self._device(), o.slots, o.close_timeout_s, o.copy) as ring:
                 yield from self._steps(ring, state)
         finally:
             self._running.release()

@@ -70,6 +70,21 @@ def rows_of(raw: Any) -> int:
     )
 
 
+def snapshot(raw: Any) -> Any:
+    """A raw batch that nobody writes to: numpy arrays are copied, pyarrow's and JAX's are never changed anyway."""
+    if not isinstance(raw, Mapping):
+        return raw
+    return {name: _copied(x) for name, x in raw.items()}
+
+
+def _copied(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    if isinstance(x, (Int64, Nullable, Jagged)):
+        return jax.tree.map(lambda a: a.copy() if isinstance(a, np.ndarray) else a, x)
+    return x
+
+
 def _column(x: Any, min_capacity: int) -> Column:
     if is_arrow(x):
         return from_arrow(x, min_capacity=min_capacity)
