@@ -176,16 +176,20 @@ def test_errors_of_the_input_come_where_their_batch_was_due(at: int) -> None:
 
 def test_errors_of_prep_come_where_their_batch_was_due_and_lose_nothing() -> None:
     batches = raws(6)
-    good = batches[3]["id"]
-    batches[3]["id"] = good.astype(np.float32)
+    batches[3]["id"] = batches[3]["id"].astype(np.float32)
+    mended = threading.Event()
+
+    def picky(raw: Any) -> Any:
+        return prep({**raw, "id": pp.cast(raw["id"], np.int32)} if mended.is_set() else raw)
+
     stream = iter(batches)
-    pipe = corun.Pipeline(prep, step, options=corun.Options(slots=4, workers=2))
+    pipe = corun.Pipeline(picky, step, options=corun.Options(slots=4, workers=2))
     got: list[tuple[Any, int]] = []
     with pytest.raises(TypeError, match="sigrid_hash takes integers") as caught:
         got.extend((s, int(m["number"])) for s, m in pipe.run(start(), stream))
     assert "while batch 3 was prepared" in "".join(caught.value.__notes__)
     assert [n for _, n in got] == [0, 1, 2] and pipe.position == 3 and not threads()
-    batches[3]["id"] = good  # mended: the same iterator goes on
+    mended.set()  # the same iterator goes on
     assert numbers(pipe.run(got[-1][0], stream)) == [3, 4, 5]
 
 
