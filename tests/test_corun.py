@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -325,6 +327,29 @@ def test_an_iterator_that_hangs_is_left_behind_with_a_warning() -> None:
     with pytest.warns(RuntimeWarning, match="still reads"):
         run.close()
     release.set()
+
+
+@pytest.mark.once
+def test_ctrl_c_while_it_waits_for_input() -> None:
+    waiting, release = threading.Event(), threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield raws(1)[0]
+        waiting.set()
+        release.wait(30)
+
+    def press() -> None:
+        waiting.wait(30)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pipe = corun.Pipeline(prep, step, options=corun.Options(close_timeout_s=0.05))
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.warns(RuntimeWarning, match="still reads"), pytest.raises(KeyboardInterrupt):
+        numbers(pipe.run(start(), source()))
+    release.set()
+    assert pipe.position == 1
+    assert numbers(pipe.run(start(), raws(2))) == [0, 1]
 
 
 def test_report_and_measure() -> None:

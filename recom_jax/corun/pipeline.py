@@ -19,7 +19,7 @@ from recom_jax.corun.report import Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
 from recom_jax.errors import PipelineError
-from recom_jax.preprocess.ingest import columns
+from recom_jax.preprocess.ingest import columns, snapshot
 
 _KEEP = 4096  # samples of steps
 
@@ -167,6 +167,7 @@ class Pipeline:
 
     def prepare(self, raw: Any) -> Any:
         """One batch, prepared here and now: what `train_step` gets for this raw batch."""
+        raw = snapshot(raw) if self.options.copy else raw  # JAX may go on reading numpy's memory
         return jax.block_until_ready(self._place(self._compiled(columns(raw))))
 
     def train_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
