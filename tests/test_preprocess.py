@@ -129,6 +129,13 @@ def test_hashed_cross() -> None:
     np.testing.assert_array_equal(nulls.valid, a > 0)
 
 
+@pytest.mark.once
+def test_hashed_cross_published_vector() -> None:
+    """TensorFlow's own test of a cross of three strings (without buckets: mod the largest int64)."""
+    parts = [pp.fingerprint64([f"batch1-FC{k}-F1"]) for k in (1, 2, 3)]
+    assert host(pp.hashed_cross(*parts, num_buckets=2**63 - 1)).tolist() == [1971693436396284976]
+
+
 # Of farmhash::Fingerprint64, by length: each branch of the definition, and its ends.
 FINGERPRINTS = {
     "": 11160318154034397263, "a": 12917804110809363939, "hello": 13009744463427800296,
@@ -254,6 +261,7 @@ def test_bucketize_nan() -> None:
         (lambda: pp.Nullable(np.ones(2), np.ones(3, bool)), "length mismatch"),
         (lambda: pp.Jagged(np.ones(2), [0, 3]), "length mismatch"),
         (lambda: pp.Jagged(np.ones(2), [0, 2, 1]), "never descends"),
+        (lambda: pp.Jagged(jnp.ones(2), jnp.array([0, 3])), "length mismatch"),
         (lambda: pp.Jagged(np.ones(2), [1, 2]), "starts at 0"),
         (lambda: pp.Jagged(np.ones(2), [0, 2], np.ones(2, bool)), "valid has shape"),
         (lambda: pp.id_overlap_count(pp.Jagged([1], [0, 1]), pp.Jagged([1], [0, 1, 1])), "length mismatch"),

@@ -79,6 +79,8 @@ class Jagged:
         if isinstance(splits, (list, tuple, np.ndarray)):
             checked = check_splits(np.asarray(splits), length(self.values))
             object.__setattr__(self, "row_splits", checked)
+        elif isinstance(splits, jax.Array) and not compat.is_tracer(splits):
+            check_splits(np.asarray(splits), length(self.values))
         if isinstance(self.valid, list):
             object.__setattr__(self, "valid", np.asarray(self.valid, bool))
         if self.valid is not None and np.ndim(splits) == 1:
