@@ -333,23 +333,19 @@ def test_an_iterator_that_hangs_is_left_behind_with_a_warning() -> None:
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
 def test_ctrl_c_while_it_waits_for_input() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # test runners may ignore it
-    waiting, release = threading.Event(), threading.Event()
+    release = threading.Event()
 
     def source() -> Iterator[Any]:
         yield raws(1)[0]
-        waiting.set()
         release.wait(30)
 
-    def press() -> None:
-        waiting.wait(30)
-        time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
-
     pipe = corun.Pipeline(prep, step, options=corun.Options(close_timeout_s=0.05))
-    threading.Thread(target=press, daemon=True).start()
+    run = pipe.run(start(), source())
+    next(run)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         with pytest.warns(RuntimeWarning, match="still reads"), pytest.raises(KeyboardInterrupt):
-            numbers(pipe.run(start(), source()))
+            next(run)
     finally:
         signal.signal(signal.SIGINT, before)
         release.set()
