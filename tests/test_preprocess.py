@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -575,3 +578,31 @@ def test_words() -> None:
         assert host(pp.Int64(*words.xor_shr(w, n), unsigned=True)).tolist() == [
             int(v) ^ int(v) >> n for v in x
         ]
+
+
+X64 = """
+import numpy as np
+from recom_jax import preprocess as pp
+from tests.test_preprocess import BORDERS, RAW, lower_bound_bins, sigrid
+
+assert pp.sigrid_hash(RAW, 5, 2**40).dtype == np.int64
+for m in (100, 2**31 + 1, 2**63 - 1):
+    for column in (RAW, pp.Int64(RAW)):
+        assert np.asarray(pp.sigrid_hash(column, -5, m)).tolist() == [sigrid(int(v), -5, m) for v in RAW]
+for borders in BORDERS:
+    assert pp.bucketize(RAW, borders).tolist() == [lower_bound_bins(int(v), borders) for v in RAW]
+assert pp.columns({"a": RAW})["a"] is RAW and pp.cast(pp.Int64(RAW), np.int64).tolist() == RAW.tolist()
+assert pp.clamp(RAW, -5, 2**50).tolist() == np.clip(RAW, -5, 2**50).tolist()
+x = np.linspace(0.01, 0.99, 99)
+np.testing.assert_allclose(pp.logit(x), np.log(x / (1 - x)), rtol=1e-13, atol=1e-15)
+np.testing.assert_allclose(pp.boxcox(x, 0.3), (x**0.3 - 1) / 0.3, rtol=1e-13)
+"""
+
+
+@pytest.mark.once
+def test_with_64_bits_enabled() -> None:
+    environment = {**os.environ, "JAX_ENABLE_X64": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", X64], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -69,6 +69,21 @@ def test_capacities_are_few() -> None:
 
 
 @pytest.mark.once
+def test_lists_of_host_arrays_get_one_of_few_capacities() -> None:
+    shapes = set()
+    for n in range(65, 80):
+        made = pp.columns({"l": pp.Jagged(pp.Nullable(np.arange(n), np.ones(n, bool)), [0, n])})[
+            "l"
+        ]
+        shapes.add(made.capacity)
+        assert (
+            made.to_lists() == [list(range(n))]
+            and pp.columns({"l": made})["l"].capacity == made.capacity
+        )
+    assert shapes == {80}
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("kind", [pa.timestamp("s"), pa.null(), pa.decimal128(5)])
 def test_arrow_types_without_numbers(kind: Any) -> None:
     with pytest.raises(TypeError, match="column 'a'"):

@@ -30,7 +30,7 @@ def columns(raw: Any, *, min_capacity: int = 64) -> dict[str, Column]:
     Args:
       raw: a mapping of names to numpy arrays, `Int64`, `Nullable`, `Jagged`, pyarrow arrays or JAX arrays; or a pyarrow
         Table or RecordBatch.
-      min_capacity: the least capacity of lists made from pyarrow lists.
+      min_capacity: the least capacity of lists made from pyarrow lists or host arrays.
 
     Returns:
       Name -> column: arrays as they are (numpy's 64-bit integers as `Int64` with x64 off), strings as fingerprints
@@ -94,7 +94,10 @@ def _column(x: Any, min_capacity: int) -> Column:
         return fingerprint64(x)
     if isinstance(x, jax.Array) or compat.is_tracer(x):
         return x
-    return column(x)
+    made = column(x)
+    if isinstance(made, Jagged) and all(isinstance(a, np.ndarray) for a in jax.tree.leaves(made)):
+        made = made.replace(_padded(made.values, ladder(made.capacity, min_capacity)))
+    return made
 
 
 def is_arrow(x: Any) -> bool:
@@ -199,7 +202,7 @@ def _lists(x: Any) -> tuple[np.ndarray, Any, np.ndarray]:
 def _padded(x: Any, capacity: int) -> Any:
     def grow(a: Any) -> np.ndarray:
         host = np.asarray(a)
-        return np.concatenate([host, np.zeros(capacity - len(host), host.dtype)])
+        return np.concatenate([host, np.zeros((capacity - len(host), *host.shape[1:]), host.dtype)])
 
     return jax.tree.map(grow, x)
 

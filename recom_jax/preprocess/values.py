@@ -232,7 +232,7 @@ def column(x: Any) -> Column:
         )
     if host.dtype.kind in "iu" and host.dtype.itemsize == 8 and not x64():
         return Int64(host)
-    return host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
+    return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
 
 
 def _is_number(x: Any) -> bool:
