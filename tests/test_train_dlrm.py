@@ -152,8 +152,7 @@ def test_interrupted_and_resumed_is_the_same_run(
         train_dlrm.train(other, ZipfRows(7, 16), checkpoint=tmp_path, resume=True)
     with pytest.raises(FileNotFoundError, match="without --resume"):
         train_dlrm.train(model, ZipfRows(7, 16), checkpoint=tmp_path / "none", resume=True)
-    train_dlrm.main(
-        ["--steps", "3", "--batch", "16", "--rows", "50", "--dim", "4", "--model", "dcnv2"]
-    )
+    arguments = "--steps 3 --batch 16 --rows 50 --dim 4 --model dcnv2 --fields 2"
+    train_dlrm.main(arguments.split())
     said = capsys.readouterr().out
     assert "AUC" in said and "predicted step" in said
