@@ -123,6 +123,20 @@ def test_program() -> None:
 
 
 @pytest.mark.once
+def test_a_cross_in_a_table() -> None:
+    cross = {
+        "input": ["a", "b", "a"],
+        "ops": [{"op": "hashed_cross", "num_buckets": 50}, ["clamp", 0, 9]],
+    }
+    program = pp.program({"c": cross})
+    raw = {"a": jnp.arange(4), "b": jnp.arange(4) * 7}
+    want = np.minimum(pp.hashed_cross(raw["a"], raw["b"], raw["a"], num_buckets=50), 9)
+    np.testing.assert_array_equal(program(raw)["c"], want)
+    with pytest.raises(ValueError, match="num_buckets"):
+        pp.program({"c": {"input": ["a", "b"], "ops": ["hashed_cross"]}})
+
+
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("table", "text"),
     [
@@ -147,8 +161,8 @@ def test_program_names_columns_that_are_missing() -> None:
         pp.program(TABLE, schema=["I1"])
     with pytest.raises(ValueError, match="reads column 'I1'"):
         pp.program({"a": ["I1", "log1p"]})({})
-    with pytest.raises(ValueError, match="lo must not exceed"):
-        pp.program({"a": ["I1", ("clamp", 2, 1)]})({"I1": jnp.ones(2)})
+    with pytest.raises(ValueError, match="output 'a': clamp: lo is 2 and hi 1; lo must not exceed"):
+        pp.program({"a": ["I1", ("clamp", 2, 1)]})
 
 
 # ---- fused with the columns that it feeds ------------------------------------------------------------------------
