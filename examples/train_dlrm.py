@@ -82,7 +82,7 @@ class History:
 def save(folder: pathlib.Path, state: Any, position: int) -> str:
     """Saves a state and the place in the stream; says how."""
     folder.mkdir(parents=True, exist_ok=True)
-    tree = {"state": state, "position": np.int64(position)}
+    tree = {"state": state, "position": np.array(position, np.int64)}
     try:
         import orbax.checkpoint as ocp
     except ImportError:
@@ -94,12 +94,13 @@ def save(folder: pathlib.Path, state: Any, position: int) -> str:
         )
     with ocp.StandardCheckpointer() as writer:
         writer.save((folder / "orbax").absolute(), tree, force=True)
+    (folder / "checkpoint.npz").unlink(missing_ok=True)  # an older one
     return f"{folder / 'orbax'} (Orbax)"
 
 
 def restore(folder: pathlib.Path, like: Any) -> tuple[Any, int]:
     """The saved state (of the structure, shapes and dtypes of `like`) and the place in the stream."""
-    tree = {"state": like, "position": np.int64(0)}
+    tree = {"state": like, "position": np.array(0, np.int64)}
     if (folder / "checkpoint.npz").exists():
         wanted, shape = jax.tree.flatten(tree)
         with np.load(folder / "checkpoint.npz") as file:
@@ -189,6 +190,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=20_000, help="of each table")
     parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument(
+        "--fields", type=int, default=len(CATEGORIES), help="categories with a table"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=pathlib.Path)
     parser.add_argument("--every", type=int, default=0, help="save after so many steps")
@@ -197,7 +201,8 @@ def main(arguments: list[str] | None = None) -> None:
     a = parser.parse_args(arguments)
     if a.resume and a.checkpoint is None:
         parser.error("--resume needs --checkpoint")
-    model = MODELS[a.model]((a.rows,) * len(CATEGORIES), a.dim, optimizer=a.optimizer, rate=a.rate)
+    fields = min(max(a.fields, 1), len(CATEGORIES))
+    model = MODELS[a.model]((a.rows,) * fields, a.dim, optimizer=a.optimizer, rate=a.rate)
     steps = a.steps if a.steps is not None or a.data else 200
     rows = open_rows(a.data, a.batch, steps or 0, a.seed)
     _, history, pipe = train(

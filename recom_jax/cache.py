@@ -1,4 +1,4 @@
-"""A disk cache of what takes long to make: programs, PTX, cubins. It may lose everything, and never breaks a call.
+"""A disk cache of what takes long to make: programs, PTX, cubins, measured times. It may lose all, and breaks no call.
 
 An entry is one file. Its name is a digest of the caller's key, its head holds a digest of kind, key and data, so an
 entry that is cut short, changed or under another's name is removed and counts as a miss. Nothing is loaded from
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from recom_jax.options import Options
 
-KINDS = ("program", "ptx", "cubin")
+KINDS = ("program", "ptx", "cubin", "probe")
 LOCK = ".lock"
 LOCK_WAIT_S = 1.0  # then the entry is not kept: another process is stuck, or the disk is
 STALE_S = 3600.0  # unfinished files older than this were left by a process that died

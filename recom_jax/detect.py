@@ -43,6 +43,7 @@ DTYPES = frozenset(
 )
 
 
+LONG = 8  # operations from which on a value without lookups is worth a place in a call
 DEEPEST = 150  # operations inside one another
 SYMBOLIC = "a size that is symbolic in this trace (jax.export)"
 
@@ -358,7 +359,7 @@ class Detector:
                 continue
             needed.add(id(var))
             value = self.env.get(id(var))
-            if value is not None and value.takes and id(var) in made_by and not self.grows(value):
+            if value is not None and id(var) in made_by and self.pays(value):
                 fused[id(var)] = value
                 work += leaves(value)
                 continue
@@ -367,6 +368,15 @@ class Detector:
                 kept.add(id(eqn))
                 work += [v for v in eqn.invars if not isinstance(v, compat.Literal)]
         return self.levels(jaxpr, fused, kept)
+
+    def pays(self, value: Val) -> bool:
+        """Whether a call computes a needed value: it looks rows up, or (`Options.fuse_values`) is long and exact."""
+        if value.takes:
+            return not self.grows(value)
+        if not self.options.fuse_values or value.expr is None or not value.expr.exact:
+            return False
+        seen: set[int] = set()
+        return sum(isinstance(e, (ir.Op, ir.Search)) for e in ir.walk(value.expr, seen)) >= LONG
 
     def grows(self, value: Val) -> bool:
         """Whether a value repeats lookups along new axes: XLA then spreads the smaller array itself."""

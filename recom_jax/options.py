@@ -28,6 +28,8 @@ class Options:
     Attributes:
       fast_ids: fuse ids that pass through log, exp, pow or chained float arithmetic as well; their value
         may then differ from XLA's in the last bit, so an id may differ (default False: XLA computes them).
+      fuse_values: fuse results for which no table is read as well, if they take many exact operations: hashes,
+        bins and classes of a preprocessing program then run in the call, too (default False: XLA computes them).
       disable: names of rewrites to leave out (``recom_jax.simplify.NAMES`` lists them), for ablation and
         debugging; results stay right.
       small_table_bytes: `bind` copies tables up to this size (bytes) into one arena; larger ones are passed
@@ -48,6 +50,7 @@ class Options:
     """
 
     fast_ids: bool = False
+    fuse_values: bool = False
     disable: tuple[str, ...] = ()
     small_table_bytes: int = 1 << 20
     ring_slots: int = 8

@@ -48,9 +48,13 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], arg_names: Sequence[str])
     return Traced(flatten(closed), tuple(arg_names), jax.tree_util.tree_structure(out_shape))
 
 
-def flatten(closed: Any) -> Any:
-    """Inlines calls and removes dead equations. The result computes the same, equation by equation."""
-    flat = _Inliner()
+def flatten(closed: Any, keep_fused: bool = False) -> Any:
+    """Inlines calls and removes dead equations. The result computes the same, equation by equation.
+
+    Args:
+      keep_fused: leave fused calls as they are, rather than put back the equations that they stand for.
+    """
+    flat = _Inliner(keep_fused)
     jaxpr = compat.open_jaxpr(closed)
     env: dict[Any, Any] = {}
     flat.run(jaxpr, env)
@@ -78,7 +82,8 @@ def live(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
 
 
 class _Inliner:
-    def __init__(self) -> None:
+    def __init__(self, keep_fused: bool) -> None:
+        self.keep_fused = keep_fused
         self.eqns: list[Any] = []
         self.constvars: list[Any] = []
         self.consts: list[Any] = []
@@ -100,7 +105,7 @@ class _Inliner:
         if name in ("closed_call", "core_call"):
             return True
         if name == "recom_fused":  # an optimized function inside this one: its columns join ours
-            return eqn.params["call"].closed is not None
+            return eqn.params["call"].closed is not None and not self.keep_fused
         if name in ("remat2", "checkpoint", "remat"):
             return self.reads_table(compat.inner_jaxpr(eqn))
         return False

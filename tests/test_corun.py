@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -102,6 +104,25 @@ def test_donated_state_and_pyarrow_batches() -> None:
     assert numbers(pipe.run(start(), batches)) == [0, 1, 2, 3]
 
 
+def test_an_iterator_may_reuse_its_buffers() -> None:
+    buffer = {k: v.copy() for k, v in raws(1)[0].items()}
+    nullable = pp.Nullable(np.zeros(ROWS, np.float32), np.ones(ROWS, bool))
+
+    def source() -> Iterator[Any]:
+        for raw in raws(8):
+            for name, values in raw.items():
+                buffer[name][:] = values
+            nullable.values[:] = raw["x"]
+            yield {**buffer, "x": nullable}
+
+    def slow(raw: Any) -> Any:
+        return prep({**raw, "x": pp.fill_null(raw["x"], 0)})
+
+    pipe = corun.Pipeline(slow, step, options=corun.Options(slots=4, workers=2))
+    losses = [float(m["loss"]) for _, m in pipe.run(start(), source())]
+    assert losses == [float(w["loss"]) for w in one_after_the_other(raws(8))]
+
+
 def test_read_ahead_is_bounded() -> None:
     read, most, done = [0], [0], [0]
 
@@ -157,16 +178,20 @@ def test_errors_of_the_input_come_where_their_batch_was_due(at: int) -> None:
 
 def test_errors_of_prep_come_where_their_batch_was_due_and_lose_nothing() -> None:
     batches = raws(6)
-    good = batches[3]["id"]
-    batches[3]["id"] = good.astype(np.float32)
+    batches[3]["id"] = batches[3]["id"].astype(np.float32)
+    mended = threading.Event()
+
+    def picky(raw: Any) -> Any:
+        return prep({**raw, "id": pp.cast(raw["id"], np.int32)} if mended.is_set() else raw)
+
     stream = iter(batches)
-    pipe = corun.Pipeline(prep, step, options=corun.Options(slots=4, workers=2))
+    pipe = corun.Pipeline(picky, step, options=corun.Options(slots=4, workers=2))
     got: list[tuple[Any, int]] = []
     with pytest.raises(TypeError, match="sigrid_hash takes integers") as caught:
         got.extend((s, int(m["number"])) for s, m in pipe.run(start(), stream))
     assert "while batch 3 was prepared" in "".join(caught.value.__notes__)
     assert [n for _, n in got] == [0, 1, 2] and pipe.position == 3 and not threads()
-    batches[3]["id"] = good  # mended: the same iterator goes on
+    mended.set()  # the same iterator goes on
     assert numbers(pipe.run(got[-1][0], stream)) == [3, 4, 5]
 
 
@@ -302,6 +327,30 @@ def test_an_iterator_that_hangs_is_left_behind_with_a_warning() -> None:
     with pytest.warns(RuntimeWarning, match="still reads"):
         run.close()
     release.set()
+
+
+@pytest.mark.once
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
+def test_ctrl_c_while_it_waits_for_input() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # test runners may ignore it
+    release = threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield raws(1)[0]
+        release.wait(30)
+
+    pipe = corun.Pipeline(prep, step, options=corun.Options(close_timeout_s=0.05))
+    run = pipe.run(start(), source())
+    next(run)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        with pytest.warns(RuntimeWarning, match="still reads"), pytest.raises(KeyboardInterrupt):
+            next(run)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        release.set()
+    assert pipe.position == 1
+    assert numbers(pipe.run(start(), raws(2))) == [0, 1]
 
 
 def test_report_and_measure() -> None:

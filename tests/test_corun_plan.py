@@ -15,6 +15,7 @@ import pytest
 
 from recom_jax import corun
 from recom_jax import preprocess as pp
+from recom_jax.cache import Cache
 from recom_jax.corun import fuse, graph, probe
 from recom_jax.corun.plan import AFTER, Device, Plan, PrepOp, Stage
 from recom_jax.corun.planner import scaled
@@ -243,6 +244,30 @@ def test_stages_of_a_step_are_cut_at_its_markers() -> None:
     assert all(
         s.duration_us > 0 and 0 <= s.free_compute <= 1 and 0 <= s.free_memory <= 1 for s in stages
     )
+
+
+def test_measured_stages_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, batch = {"table": jnp.zeros((100, 8))}, jax.eval_shape(prep, raw_batch())
+    kept = Cache(tmp_path)
+    first = probe.stages_of(toy_step, state, batch, repeats=1, cache=kept)
+    monkeypatch.setattr(probe, "_time", None)  # measuring again would fail
+    assert probe.stages_of(toy_step, state, batch, repeats=1, cache=kept) == first
+    with pytest.raises(TypeError):
+        probe.stages_of(toy_step, {"table": jnp.zeros((101, 8))}, batch, repeats=1, cache=kept)
+
+
+def test_owners_are_an_option() -> None:
+    options = corun.Options(gpus=2, owners={"L": 1})  # type: ignore[arg-type]
+    assert options.owners == (("L", 1),) and hash(options)
+    plan = corun.Pipeline(prep, toy_step, options=options).make_plan(
+        {"table": jnp.zeros((1000, 8))}, raw_batch()
+    )
+    assert dict(plan.owner)["L"] == 1 and plan.gpus == 2
+    with pytest.raises(ValueError, match="not there"):
+        corun.Options(gpus=2, owners=(("L", 2),))
+    alone = corun.Pipeline(prep, toy_step, options=corun.Options(owners=(("L", 1),)))
+    with pytest.raises(ValueError, match="of 1 devices"):
+        alone.make_plan({"table": jnp.zeros((1000, 8))}, raw_batch())
 
 
 @pytest.mark.parametrize("probes", [False, True])

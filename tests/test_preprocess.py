@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -127,6 +130,13 @@ def test_hashed_cross() -> None:
         assert host(pp.hashed_cross(*columns, num_buckets=1009)).tolist() == want
     nulls = pp.hashed_cross(pp.Nullable(a, a > 0), b, num_buckets=10)
     np.testing.assert_array_equal(nulls.valid, a > 0)
+
+
+@pytest.mark.once
+def test_hashed_cross_published_vector() -> None:
+    """TensorFlow's own test of a cross of three strings (without buckets: mod the largest int64)."""
+    parts = [pp.fingerprint64([f"batch1-FC{k}-F1"]) for k in (1, 2, 3)]
+    assert host(pp.hashed_cross(*parts, num_buckets=2**63 - 1)).tolist() == [1971693436396284976]
 
 
 # Of farmhash::Fingerprint64, by length: each branch of the definition, and its ends.
@@ -254,6 +264,7 @@ def test_bucketize_nan() -> None:
         (lambda: pp.Nullable(np.ones(2), np.ones(3, bool)), "length mismatch"),
         (lambda: pp.Jagged(np.ones(2), [0, 3]), "length mismatch"),
         (lambda: pp.Jagged(np.ones(2), [0, 2, 1]), "never descends"),
+        (lambda: pp.Jagged(jnp.ones(2), jnp.array([0, 3])), "length mismatch"),
         (lambda: pp.Jagged(np.ones(2), [1, 2]), "starts at 0"),
         (lambda: pp.Jagged(np.ones(2), [0, 2], np.ones(2, bool)), "valid has shape"),
         (lambda: pp.id_overlap_count(pp.Jagged([1], [0, 1]), pp.Jagged([1], [0, 1, 1])), "length mismatch"),
@@ -428,6 +439,19 @@ def scaled(lists: list[Any]) -> list[Any]:
     return [None if r is None else [None if v is None else v * 10**11 for v in r] for r in lists]
 
 
+@pytest.mark.once
+def test_columns_of_python_values() -> None:
+    assert pp.fill_null([1, None, 2**40], 7).to_numpy().tolist() == [1, 7, 2**40]
+    np.testing.assert_array_equal(pp.fill_null([1.5, None], 2), [1.5, 2])
+    lists = [[1, 2**40], None, [], [None, 3]]
+    assert pp.Jagged.from_lists(lists).to_lists() == lists
+    assert pp.Jagged.from_lists([[0.5], []]).to_lists() == [[0.5], []]
+    assert pp.Jagged.from_lists([]).to_lists() == [] and pp.Jagged.from_lists(
+        [None]
+    ).to_lists() == [None]
+    assert pp.firstx(pp.Jagged.from_lists(lists), 1).to_lists() == [[1], None, [], [None]]
+
+
 @pytest.mark.parametrize("n", [0, 2, 9])
 def test_firstx_and_ngram(n: int) -> None:
     x = jagged(LISTS)
@@ -554,3 +578,31 @@ def test_words() -> None:
         assert host(pp.Int64(*words.xor_shr(w, n), unsigned=True)).tolist() == [
             int(v) ^ int(v) >> n for v in x
         ]
+
+
+X64 = """
+import numpy as np
+from recom_jax import preprocess as pp
+from tests.test_preprocess import BORDERS, RAW, lower_bound_bins, sigrid
+
+assert pp.sigrid_hash(RAW, 5, 2**40).dtype == np.int64
+for m in (100, 2**31 + 1, 2**63 - 1):
+    for column in (RAW, pp.Int64(RAW)):
+        assert np.asarray(pp.sigrid_hash(column, -5, m)).tolist() == [sigrid(int(v), -5, m) for v in RAW]
+for borders in BORDERS:
+    assert pp.bucketize(RAW, borders).tolist() == [lower_bound_bins(int(v), borders) for v in RAW]
+assert pp.columns({"a": RAW})["a"] is RAW and pp.cast(pp.Int64(RAW), np.int64).tolist() == RAW.tolist()
+assert pp.clamp(RAW, -5, 2**50).tolist() == np.clip(RAW, -5, 2**50).tolist()
+x = np.linspace(0.01, 0.99, 99)
+np.testing.assert_allclose(pp.logit(x), np.log(x / (1 - x)), rtol=1e-13, atol=1e-15)
+np.testing.assert_allclose(pp.boxcox(x, 0.3), (x**0.3 - 1) / 0.3, rtol=1e-13)
+"""
+
+
+@pytest.mark.once
+def test_with_64_bits_enabled() -> None:
+    environment = {**os.environ, "JAX_ENABLE_X64": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", X64], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ import pytest
 import recom_jax
 from recom_jax import preprocess as pp
 from recom_jax.preprocess.ingest import ladder
+from tests import cuda_emulation
 from tests.helpers import check
 from tests.test_preprocess import RAW, sigrid
 
@@ -68,6 +69,21 @@ def test_capacities_are_few() -> None:
 
 
 @pytest.mark.once
+def test_lists_of_host_arrays_get_one_of_few_capacities() -> None:
+    shapes = set()
+    for n in range(65, 80):
+        made = pp.columns({"l": pp.Jagged(pp.Nullable(np.arange(n), np.ones(n, bool)), [0, n])})[
+            "l"
+        ]
+        shapes.add(made.capacity)
+        assert (
+            made.to_lists() == [list(range(n))]
+            and pp.columns({"l": made})["l"].capacity == made.capacity
+        )
+    assert shapes == {80}
+
+
+@pytest.mark.once
 @pytest.mark.parametrize("kind", [pa.timestamp("s"), pa.null(), pa.decimal128(5)])
 def test_arrow_types_without_numbers(kind: Any) -> None:
     with pytest.raises(TypeError, match="column 'a'"):
@@ -107,6 +123,20 @@ def test_program() -> None:
 
 
 @pytest.mark.once
+def test_a_cross_in_a_table() -> None:
+    cross = {
+        "input": ["a", "b", "a"],
+        "ops": [{"op": "hashed_cross", "num_buckets": 50}, ["clamp", 0, 9]],
+    }
+    program = pp.program({"c": cross})
+    raw = {"a": jnp.arange(4), "b": jnp.arange(4) * 7}
+    want = np.minimum(pp.hashed_cross(raw["a"], raw["b"], raw["a"], num_buckets=50), 9)
+    np.testing.assert_array_equal(program(raw)["c"], want)
+    with pytest.raises(ValueError, match="num_buckets"):
+        pp.program({"c": {"input": ["a", "b"], "ops": ["hashed_cross"]}})
+
+
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("table", "text"),
     [
@@ -131,8 +161,8 @@ def test_program_names_columns_that_are_missing() -> None:
         pp.program(TABLE, schema=["I1"])
     with pytest.raises(ValueError, match="reads column 'I1'"):
         pp.program({"a": ["I1", "log1p"]})({})
-    with pytest.raises(ValueError, match="lo must not exceed"):
-        pp.program({"a": ["I1", ("clamp", 2, 1)]})({"I1": jnp.ones(2)})
+    with pytest.raises(ValueError, match="output 'a': clamp: lo is 2 and hi 1; lo must not exceed"):
+        pp.program({"a": ["I1", ("clamp", 2, 1)]})
 
 
 # ---- fused with the columns that it feeds ------------------------------------------------------------------------
@@ -169,3 +199,48 @@ def test_lists_bins_and_classes_feed_fused_columns() -> None:
         "x": jnp.array([0.0, 0.3, np.nan, 2.0]),
     }
     check(model, TABLES, raw, columns=3, bound=1e-5, leaves_gather=True)
+
+
+def test_a_program_without_tables_is_one_call_on_request() -> None:
+    def prep(raw: Any) -> Any:
+        ids = [pp.sigrid_hash(pp.fill_null(raw["C1"], -1), k, 10**6 + k) for k in range(3)]
+        wide = pp.sigrid_hash(raw["C1"], 1, 2**40)
+        return ids, wide, pp.onehot_class(raw["x"], 0, 1, 9), pp.logit(raw["x"], 1e-3)
+
+    options = recom_jax.Options(fuse_values=True, verify=True)
+    fused = recom_jax.optimize(prep, options=options)
+    for size in (1, 50):
+        raw = {
+            "C1": pp.Nullable(RAW[:size], RAW[:size] > 0),
+            "x": jnp.linspace(-1, 2, size).at[0].set(jnp.nan),
+        }
+        got, want = fused(raw), jax.jit(prep)(raw)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+            assert a.dtype == b.dtype
+    text = fused.lower(raw).as_text()
+    assert text.count("custom_call @recom_fused_v1") == 1 and "stablehlo.shift_left" not in text
+    assert "stablehlo.log" in text  # not exact in every context: XLA's
+    assert "recom_fused" not in recom_jax.optimize(prep).lower(raw).as_text()
+
+
+@pytest.mark.once
+@pytest.mark.skipif(cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing()))
+def test_generated_cuda_computes_the_same_ids() -> None:
+    """The kernel's text, executed by the emulation: with a lookup behind the hash, and as a program without tables."""
+
+    def ids(raw: Any) -> Any:
+        near = pp.sigrid_hash(pp.fill_null(raw["C1"], -1), 3, 997)
+        far = pp.sigrid_hash(raw["C1"].values, -5, 10**9 + 7)
+        return {"near": near, "far": far, "bin": pp.onehot_class(raw["x"], 0, 1, 9)}
+
+    def rows(raw: Any) -> Any:
+        made = ids(raw)
+        return [jnp.take(raw["t"], made[k] % 997, axis=0) for k in ("near", "far")]
+
+    table = np.random.default_rng(0).normal(size=(997, 4)).astype(np.float32)
+    raw = {"C1": pp.Nullable(RAW, RAW > 0), "x": jnp.linspace(-1, 2, len(RAW)), "t": table}
+    for fn, options in ((rows, {}), (ids, {"fuse_values": True})):
+        got = cuda_emulation.compiled(fn, raw, **options).run(cuda_emulation.emulate)
+        jax.tree.map(np.testing.assert_array_equal, got, jax.jit(fn)(raw))

@@ -55,6 +55,7 @@ def test_preprocessing_is_the_formula() -> None:
     np.testing.assert_allclose(made["dense"][:, 0], np.log1p(np.maximum(x, 0)), rtol=1e-6)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("name", "optimizer"), [("dlrm", "sgd"), ("dcnv2", "adagrad")])
 def test_sparse_updates_are_those_of_dense_gradients(name: str, optimizer: str) -> None:
     options = {k: v for k, v in SMALL.items() if k != "bottom" or name == "dlrm"}
@@ -151,8 +152,7 @@ def test_interrupted_and_resumed_is_the_same_run(
         train_dlrm.train(other, ZipfRows(7, 16), checkpoint=tmp_path, resume=True)
     with pytest.raises(FileNotFoundError, match="without --resume"):
         train_dlrm.train(model, ZipfRows(7, 16), checkpoint=tmp_path / "none", resume=True)
-    train_dlrm.main(
-        ["--steps", "3", "--batch", "16", "--rows", "50", "--dim", "4", "--model", "dcnv2"]
-    )
+    arguments = "--steps 3 --batch 16 --rows 50 --dim 4 --model dcnv2 --fields 2"
+    train_dlrm.main(arguments.split())
     said = capsys.readouterr().out
     assert "AUC" in said and "predicted step" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from recom_jax.errors import OptionError
@@ -20,23 +21,30 @@ class Options:
       workers: threads that prepare batches on the CPU. Batches arrive in order however many there are.
       last: what becomes of a last batch with fewer rows than the first one: "keep" trains on it (the step is compiled
         for its size, too), "drop" leaves it out, "error" raises.
-      fused: whether prep goes through the fusion compiler (`recom_jax.optimize`); False: `jax.jit` alone.
+      copy: copy numpy arrays as they are read, so that an iterator may reuse its buffers; False for iterators that
+        never do.
+      fused: whether prep goes through the fusion compiler, ``recom_jax.Options(fuse_values=True)``; False: `jax.jit`
+        alone. It compiles faster, and runs faster or slower, by the program.
       steps_in_flight: steps that may be dispatched and unfinished before the pipeline waits for the oldest.
       probe: measure the train step's stages (`corun.stage`) for the plan. Compiles each stage once more.
       min_share, max_share: bounds of the share of the device that preprocessing may take at a time, in the plan.
       gpus: devices that the plan maps features to; None: the mesh's size, else 1.
+      owners: (raw column, device) pairs, or a mapping: columns that the plan leaves on the device that holds their
+        table.
       close_timeout_s: seconds to wait at the end for an input iterator that is still reading.
     """
 
     slots: int = 3
     workers: int = 1
     last: Last = "keep"
+    copy: bool = True
     fused: bool = False
     steps_in_flight: int = 2
     probe: bool = False
     min_share: float = 0.0625
     max_share: float = 0.5
     gpus: int | None = None
+    owners: tuple[tuple[str, int], ...] = ()
     close_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -54,6 +62,12 @@ class Options:
             )
         if self.gpus is not None and (not isinstance(self.gpus, int) or self.gpus < 1):
             raise OptionError(f"corun.Options.gpus is an integer of at least 1, not {self.gpus!r}")
+        pairs = self.owners.items() if isinstance(self.owners, Mapping) else self.owners
+        object.__setattr__(self, "owners", tuple((str(f), int(g)) for f, g in pairs))
+        if any(g < 0 or (self.gpus is not None and g >= self.gpus) for _, g in self.owners):
+            raise OptionError(
+                f"corun.Options.owners names a device that is not there: {self.owners}"
+            )
         if not self.close_timeout_s >= 0:
             raise OptionError(
                 f"corun.Options.close_timeout_s is at least 0, not {self.close_timeout_s}"

@@ -15,11 +15,11 @@ import numpy as np
 from recom_jax.corun.device import Device, Threads
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import Measured, Plan
-from recom_jax.corun.report import Report, Sample
+from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
 from recom_jax.errors import PipelineError
-from recom_jax.preprocess.ingest import columns
+from recom_jax.preprocess.ingest import columns, snapshot
 
 _KEEP = 4096  # samples of steps
 
@@ -87,9 +87,8 @@ class Pipeline:
         try:
             source = self._source_for(raw_batches, start)
             self._position = source.position
-            with Ring(
-                source, self._device(), self.options.slots, self.options.close_timeout_s
-            ) as ring:
+            o = self.options
+            with Ring(source, self._device(), o.slots, o.close_timeout_s, o.copy) as ring:
                 yield from self._steps(ring, state)
         finally:
             self._running.release()
@@ -168,6 +167,7 @@ class Pipeline:
 
     def prepare(self, raw: Any) -> Any:
         """One batch, prepared here and now: what `train_step` gets for this raw batch."""
+        raw = snapshot(raw) if self.options.copy else raw  # JAX may go on reading numpy's memory
         return jax.block_until_ready(self._place(self._compiled(columns(raw))))
 
     def train_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -182,6 +182,7 @@ class Pipeline:
     def keep_baselines(self, times: dict[str, list[float]]) -> None:
         """Seconds of a step in each mode, for `report`."""
         self._baselines |= {name: tuple(values) for name, values in times.items()}
+        self._plan = None  # the next one knows more
 
     def make_plan(self, state: Any, raw_batch: Any) -> Plan:
         """Plans for a state and a raw batch like those to come, and keeps the plan. Trains nothing.
@@ -204,11 +205,17 @@ class Pipeline:
 
     def _measured(self) -> Measured:
         """Medians of what is known of the step and of preprocessing; None before the second step."""
+        ideal, alone = (self._baselines.get(m) for m in (IDEAL, SEQUENTIAL))
+        if ideal and alone:  # measured apart
+            step = statistics.median(ideal)
+            return Measured(1e6 * step, 1e6 * max(0.0, statistics.median(alone) - step))
         warm = list(self._samples)[1:]
         if not warm:
             return Measured(None, None)
+        # With steps in flight, what a step takes shows partly in the wait for the next batch.
+        whole = statistics.median(s.wait_s + s.step_s for s in warm)
         return Measured(
-            1e6 * statistics.median(s.step_s for s in warm),
+            1e6 * max(0.0, whole - statistics.median(s.wait_s for s in warm)),
             1e6 * statistics.median(s.prep_s for s in warm),
         )
 
@@ -229,7 +236,9 @@ def compile_prep(prep: Callable[[Any], Any], options: Options) -> Callable[[Any]
         return jax.jit(prep)
     import recom_jax
 
-    made: Callable[[Any], Any] = recom_jax.optimize(prep)
+    made: Callable[[Any], Any] = recom_jax.optimize(
+        prep, options=recom_jax.Options(fuse_values=True)
+    )
     return made
 
 

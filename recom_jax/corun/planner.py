@@ -8,13 +8,16 @@ from typing import Any
 
 import jax
 
+import recom_jax
 from recom_jax import compat
+from recom_jax.cache import Cache
 from recom_jax.corun import graph
 from recom_jax.corun.fuse import segments, whole
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import Device, Measured, Plan, PrepOp, Stage
 from recom_jax.corun.probe import stages_of
 from recom_jax.corun.search import search
+from recom_jax.errors import OptionError
 
 STEP = "step"
 
@@ -27,14 +30,26 @@ def plan_for(
     measured: Measured,
     gpus: int,
     options: Options,
-    owners: dict[str, int] | None = None,
 ) -> Plan:
     """Plans from shapes: `state` and `raw` are pytrees of ShapeDtypeStructs; `measured` is what is known of times."""
+    if any(gpu >= gpus for _, gpu in options.owners):
+        raise OptionError(
+            f"corun.Options.owners names a device that is not there: {options.owners} of {gpus} devices"
+        )
     assumed: list[str] = []
     ops = graph.operators(prep, raw)
     batch = jax.eval_shape(prep, raw)
     if options.probe:
-        stages = stages_of(step, state, batch)
+        stages = stages_of(step, state, batch, cache=Cache.of(recom_jax.Options()))
+        found = sum(s.duration_us for s in stages)
+        if (
+            measured.step_us is not None and found > 0
+        ):  # compiled as one, stages share memory and fuse
+            by = measured.step_us / found
+            stages = tuple(dataclasses.replace(s, duration_us=s.duration_us * by) for s in stages)
+            assumed.append(
+                f"stages take {by:.2f} times what they take alone, so that they sum to the step's time"
+            )
     else:
         duration = measured.step_us
         if duration is None:
@@ -55,7 +70,7 @@ def plan_for(
         stages,
         device=Device(),
         gpus=gpus,
-        owners=owners,
+        owners=dict(options.owners),
         min_share=options.min_share,
         max_share=options.max_share,
         assumed=assumed,

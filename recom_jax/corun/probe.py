@@ -7,8 +7,12 @@ kernel achieves beside it, less what the stage loses: one probe for arithmetic, 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import json
+import os
+import re
 import statistics
 import threading
 import time
@@ -20,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recom_jax import compat
+from recom_jax.cache import Cache, key_of
 from recom_jax.corun.markers import stage_p
 from recom_jax.corun.plan import Stage
 from recom_jax.trace import flatten
@@ -85,41 +90,107 @@ def made_up(like: Any, rng: np.random.Generator) -> Any:
     return jnp.asarray(rng.random(like.shape) * 0.1, like.dtype)
 
 
+def known_stages(cache: Cache, key: str) -> tuple[Stage, ...] | None:
+    """Stages measured before on this device for this step, or None."""
+    kept = cache.get("probe", key)
+    if kept is None:
+        return None
+    try:
+        return tuple(Stage(**fields) for fields in json.loads(kept))
+    except (ValueError, TypeError):  # of another version
+        return None
+
+
+def key_of_step(closed: Any, donated: list[bool], repeats: int) -> str:
+    """A key of a step's jaxpr and of the machine: kind of device, cores, JAX."""
+    text = re.sub(r"0x[0-9a-f]+", "", str(closed))  # addresses of Python objects
+    device = jax.devices()[0]
+    machine = (device.platform, device.device_kind, os.cpu_count() or 0, jax.__version__)
+    return key_of("stages 2", *machine, repeats, repr(donated), text)
+
+
 def stages_of(
-    step: Callable[[Any, Any], Any], state: Any, batch: Any, repeats: int = 5
+    step: Callable[[Any, Any], Any],
+    state: Any,
+    batch: Any,
+    repeats: int = 5,
+    cache: Cache | None = None,
 ) -> tuple[Stage, ...]:
     """The stages of a train step, measured. `state`, `batch`: shapes and dtypes.
 
-    Stages of one name that come several times stay apart, with a number behind the name.
+    Stages of one name that come several times stay apart, with a number behind the name. With a `cache`, what was
+    measured for this step on such a device is taken from there.
     """
-    step = getattr(step, "__wrapped__", step)  # a jit that donates would stay one equation
-    closed = flatten(jax.make_jaxpr(step)(state, batch))
+    inner = getattr(step, "__wrapped__", step)  # a jit that donates would stay one equation
+    closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
+    donated = donated_inputs(step, state, batch)
+    key = key_of_step(closed, donated, repeats)
+    found = None if cache is None else known_stages(cache, key)
+    if found is not None:
+        return found
     jaxpr = compat.open_jaxpr(closed)
     rng = np.random.default_rng(0)
     values: dict[int, Any] = {id(v): made_up(v.aval, rng) for v in jaxpr.invars}
     values |= {id(v): c for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
     names: dict[str, int] = {}
     made = []
-    for part in cut(closed):
+    parts = cut(closed)
+    for k, part in enumerate(parts):
         program = compat.closed([], part.inputs, part.outputs, part.eqns, [], jaxpr)
-        run = jax.jit(compat.jaxpr_as_fun(program))
+        used = {id(v) for p in parts[k + 1 :] for v in p.inputs} | set(map(id, jaxpr.outvars))
+        kept = used | {id(v) for v, d in zip(jaxpr.invars, donated, strict=True) if not d}
+        given = in_place(part, kept | set(map(id, jaxpr.constvars)))
+        run = jax.jit(compat.jaxpr_as_fun(program), donate_argnums=given)
         args = [values[id(v)] for v in part.inputs]
-        outs = jax.block_until_ready(run(*args))
+        call = functools.partial(_fresh, run, args, frozenset(given))
+        outs = jax.block_until_ready(call()())
         values |= {id(v): o for v, o in zip(part.outputs, outs, strict=True)}
         names[part.name] = names.get(part.name, 0) + 1
         name = part.name if names[part.name] == 1 else f"{part.name}.{names[part.name]}"
         if not part.outputs:
             continue
-        call = functools.partial(run, *args)
         alone = _time(call, repeats)
         free = [_free(call, alone, probe, repeats) for probe in _probes()]
         made.append(Stage(name, 1e6 * alone, *free))
+    if cache is not None:
+        cache.put("probe", key, json.dumps([dataclasses.asdict(stage) for stage in made]).encode())
     return tuple(made)
 
 
-def _time(call: Callable[[], Any], repeats: int) -> float:
+def donated_inputs(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> list[bool]:
+    """Which leaves of (state, batch) a jitted step donates."""
+    eqns = compat.open_jaxpr(jax.make_jaxpr(step)(state, batch)).eqns
+    flags = eqns[0].params.get("donated_invars", ()) if len(eqns) == 1 else ()
+    count = len(jax.tree.leaves((state, batch)))
+    return list(flags) if len(flags) == count else [False] * count
+
+
+def in_place(part: Cut, kept: set[int]) -> tuple[int, ...]:
+    """Inputs of a stage that nobody reads later, and whose memory a result of the same type can take."""
+    results = collections.Counter((v.aval.shape, str(v.aval.dtype)) for v in part.outputs)
+    made = []
+    for k, v in enumerate(part.inputs):
+        kind = (v.aval.shape, str(v.aval.dtype))
+        if id(v) not in kept and results[kind]:
+            results[kind] -= 1
+            made.append(k)
+    return tuple(made)
+
+
+def _fresh(
+    run: Callable[..., Any], args: Sequence[Any], given: frozenset[int]
+) -> Callable[[], Any]:
+    """A call that may be made once: what it writes over is a copy, finished."""
+    own = [jnp.array(a, copy=True) if k in given else a for k, a in enumerate(args)]
+    jax.block_until_ready(own)
+    return functools.partial(run, *own)
+
+
+def _time(prepare: Callable[[], Callable[[], Any]], repeats: int) -> float:
+    """Median seconds of the calls that `prepare` makes."""
     times = []
     for _ in range(repeats):
+        call = prepare()
         begun = time.perf_counter()
         jax.block_until_ready(call())
         times.append(time.perf_counter() - begun)
@@ -144,9 +215,11 @@ def _copy(x: jax.Array) -> jax.Array:
     return x + 1
 
 
-def _free(stage: Callable[[], Any], alone: float, probe: Callable[[], Any], repeats: int) -> float:
+def _free(
+    stage: Callable[[], Callable[[], Any]], alone: float, probe: Callable[[], Any], repeats: int
+) -> float:
     """The probe's speed beside a stage, relative to its own, less what the stage loses; in [0, 1]."""
-    own = _time(probe, 2 * repeats)
+    own = _time(lambda: probe, 2 * repeats)
     stop = threading.Event()
     runs = [0]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from recom_jax.corun.device import Device, Prepared, Ticket
 from recom_jax.corun.source import Source
+from recom_jax.preprocess.ingest import snapshot
 
 END = object()
 
@@ -23,8 +24,11 @@ class Ring:
     Use as a context manager: leaving it stops the reader and gives untrained batches back to the source.
     """
 
-    def __init__(self, source: Source, device: Device, slots: int, timeout_s: float) -> None:
+    def __init__(
+        self, source: Source, device: Device, slots: int, timeout_s: float, copy: bool
+    ) -> None:
         self._source, self._device, self._timeout_s = source, device, timeout_s
+        self._copy = copy
         self._free = threading.Semaphore(slots)
         self._filled: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -40,6 +44,8 @@ class Ring:
                 if self._stop.is_set():
                     return
                 number, raw = next(self._source)
+                if self._copy:
+                    raw = snapshot(raw)
                 self._filled.put((number, raw, self._device.submit(raw)))
         except StopIteration:
             self._filled.put(END)

@@ -9,6 +9,7 @@ that the step is not slowed; what finds no place runs after the step and is paid
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 
 from recom_jax.corun.fuse import groups, segments, whole
@@ -16,6 +17,7 @@ from recom_jax.corun.plan import AFTER, NOTHING, Device, Kernel, Plan, PrepOp, S
 
 LEAST_PIECE = 0.05  # of a segment: smaller cuts cost more than they hide
 MOST_MOVES = 64
+RESORT = 16  # segments, after which those that wait are sorted anew
 _TINY = 1e-9
 
 
@@ -38,7 +40,7 @@ def shares(low: float, high: float) -> tuple[float, ...]:
     return tuple(sorted(grid))
 
 
-# Orders in which ready segments are tried: (segment, room left for arithmetic and memory) -> key.
+# Orders in which ready segments are tried: (segment, room of the stage for arithmetic and memory) -> key.
 _Key = Callable[[Segment, float, float], tuple[float, ...]]
 
 
@@ -58,7 +60,23 @@ def _early_level_first(s: Segment, compute: float, memory: float) -> tuple[float
     return (s.level, -s.work.alone_us)
 
 
-ORDERS: tuple[_Key, ...] = (_by_fit, _early_level_first, _large_first)
+def _memory_first(s: Segment, compute: float, memory: float) -> tuple[float, ...]:
+    """For programs that memory traffic bounds: a stage's bandwidth is used up before its arithmetic."""
+    del compute, memory
+    return (-s.work.memory_us / max(s.work.compute_us + s.work.memory_us, _TINY),)
+
+
+def _compute_first(s: Segment, compute: float, memory: float) -> tuple[float, ...]:
+    return (-_memory_first(s, compute, memory)[0],)
+
+
+ORDERS: tuple[_Key, ...] = (
+    _by_fit,
+    _early_level_first,
+    _large_first,
+    _memory_first,
+    _compute_first,
+)
 
 
 def fill_stage(
@@ -79,14 +97,24 @@ def fill_stage(
     taken: dict[str, float] = {}
     loads: dict[int, Work] = {}
     used_us = 0.0
-    done = {name for name in parts if name not in left}
-    waiting = set(left)
-    while True:
-        ready = [parts[n] for n in waiting if all(a in done for a in parts[n].after)]
-        if not ready:
-            break
-        best = min(ready, key=lambda s: (*order(s, compute, memory), s.name))
-        waiting.discard(best.name)
+    open_: dict[str, int] = {}  # a segment's inputs that are not there yet
+    readers: dict[str, list[str]] = {}
+    for name in left:
+        missing = [a for a in parts[name].after if a in left]
+        open_[name] = len(missing)
+        for a in missing:
+            readers.setdefault(a, []).append(name)
+    room = (compute, memory)
+    ready = [(order(parts[n], *room), n) for n, count in open_.items() if not count]
+    heapq.heapify(ready)
+    tried = 0
+    while ready:
+        tried += 1
+        if tried % RESORT == 0:  # what is scarce may have changed
+            room = (compute, memory)
+            ready = [(order(parts[n], *room), n) for _, n in ready]
+            heapq.heapify(ready)
+        best = parts[heapq.heappop(ready)[1]]
         rest = left[best.name]
         load = loads.get(best.level, NOTHING)
         old_us = device.kernel_us(load, share) if best.level in loads else 0.0
@@ -109,7 +137,10 @@ def fill_stage(
         used_us += device.kernel_us(loads[best.level], share) - old_us
         compute, memory = compute - piece.compute_us, memory - piece.memory_us
         if part >= rest - _TINY:
-            done.add(best.name)
+            for name in readers.get(best.name, ()):
+                open_[name] -= 1
+                if not open_[name]:
+                    heapq.heappush(ready, (order(parts[name], *room), name))
     return taken
 
 

@@ -19,11 +19,16 @@ from recom_jax.preprocess.dense import *  # noqa: F403
 from recom_jax.preprocess.functions import *  # noqa: F403
 from recom_jax.preprocess.hashing import *  # noqa: F403
 from recom_jax.preprocess.ingest import *  # noqa: F403
+from recom_jax.preprocess.int64 import Int64
 from recom_jax.preprocess.lists import *  # noqa: F403
 from recom_jax.preprocess.operator import OPERATORS
 from recom_jax.preprocess.program import *  # noqa: F403
 from recom_jax.preprocess.scores import *  # noqa: F403
-from recom_jax.preprocess.values import Column, Int64, Jagged, Nullable
+from recom_jax.preprocess.values import (
+    Column,
+    Jagged,
+    Nullable,
+)
 
 __all__ = [
     *dense.__all__,

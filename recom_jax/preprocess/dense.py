@@ -12,10 +12,10 @@ import numpy as np
 
 from recom_jax.errors import PreprocessError, PreprocessTypeError
 from recom_jax.preprocess import words
+from recom_jax.preprocess.int64 import Int64
 from recom_jax.preprocess.operator import need_number, operator
 from recom_jax.preprocess.values import (
     Column,
-    Int64,
     Jagged,
     is_integer,
     map_values,

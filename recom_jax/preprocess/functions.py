@@ -13,10 +13,10 @@ import numpy as np
 from recom_jax.errors import PreprocessError, PreprocessTypeError
 from recom_jax.preprocess import words
 from recom_jax.preprocess.dense import exact
+from recom_jax.preprocess.int64 import Int64
 from recom_jax.preprocess.operator import need_at_least, need_integer, need_number, operator
 from recom_jax.preprocess.values import (
     Column,
-    Int64,
     Jagged,
     as_float,
     map_values,
@@ -138,9 +138,9 @@ def onehot(x: Column, low: float, high: float, n: int) -> Column:
 
     def spread(part: Any) -> Any:
         values, valid = take_apart(part)
-        hot = values[:, None] == jnp.arange(n, dtype=jnp.int32)
+        hot = values[..., None] == jnp.arange(n, dtype=jnp.int32)
         if valid is not None:
-            hot = hot & jnp.asarray(valid)[:, None]
+            hot = hot & jnp.asarray(valid)[..., None]
         return put_together(hot.astype(jnp.float32), valid)
 
     return made.replace(spread(made.values)) if isinstance(made, Jagged) else spread(made)

@@ -14,10 +14,10 @@ import numpy as np
 from recom_jax import ffi
 from recom_jax.errors import PreprocessError, PreprocessTypeError
 from recom_jax.preprocess import words
-from recom_jax.preprocess.operator import need_at_least, need_integer, operator
+from recom_jax.preprocess.int64 import Int64
+from recom_jax.preprocess.operator import OPERATORS, need_at_least, need_integer, operator
 from recom_jax.preprocess.values import (
     Column,
-    Int64,
     Jagged,
     both,
     from_words,
@@ -119,12 +119,8 @@ def hashed_cross(*columns: Column, num_buckets: int) -> Column:
     key: Any = None
     for k, x in enumerate(columns):
         last = num_buckets if k + 1 == len(columns) else 0
-        key = _cross(_first(x) if key is None else key, x, key is None, last)
+        key = _cross(x if key is None else key, x, key is None, last)
     return key
-
-
-def _first(x: Column) -> Column:
-    return x
 
 
 @operator(columns=2)
@@ -144,6 +140,9 @@ def _cross(key: Column, x: Column, first: bool, num_buckets: int) -> Column:
         else Int64(*mixed, unsigned=True)
     )
     return put_together(made, both(valid, was_valid))
+
+
+OPERATORS["hashed_cross"] = hashed_cross
 
 
 def fingerprint64(strings: Any, threads: int | None = None) -> Any:

@@ -14,7 +14,14 @@ import numpy as np
 
 from recom_jax import compat
 from recom_jax.errors import PreprocessError, PreprocessTypeError
-from recom_jax.preprocess.values import Column, Int64, Jagged, Nullable, column, length
+from recom_jax.preprocess.int64 import Int64
+from recom_jax.preprocess.values import (
+    Column,
+    Jagged,
+    Nullable,
+    column,
+    length,
+)
 
 
 def columns(raw: Any, *, min_capacity: int = 64) -> dict[str, Column]:
@@ -23,7 +30,7 @@ def columns(raw: Any, *, min_capacity: int = 64) -> dict[str, Column]:
     Args:
       raw: a mapping of names to numpy arrays, `Int64`, `Nullable`, `Jagged`, pyarrow arrays or JAX arrays; or a pyarrow
         Table or RecordBatch.
-      min_capacity: the least capacity of lists made from pyarrow lists.
+      min_capacity: the least capacity of lists made from pyarrow lists or host arrays.
 
     Returns:
       Name -> column: arrays as they are (numpy's 64-bit integers as `Int64` with x64 off), strings as fingerprints
@@ -63,6 +70,21 @@ def rows_of(raw: Any) -> int:
     )
 
 
+def snapshot(raw: Any) -> Any:
+    """A raw batch that nobody writes to: numpy arrays are copied, pyarrow's and JAX's are never changed anyway."""
+    if not isinstance(raw, Mapping):
+        return raw
+    return {name: _copied(x) for name, x in raw.items()}
+
+
+def _copied(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    if isinstance(x, (Int64, Nullable, Jagged)):
+        return jax.tree.map(lambda a: a.copy() if isinstance(a, np.ndarray) else a, x)
+    return x
+
+
 def _column(x: Any, min_capacity: int) -> Column:
     if is_arrow(x):
         return from_arrow(x, min_capacity=min_capacity)
@@ -72,7 +94,10 @@ def _column(x: Any, min_capacity: int) -> Column:
         return fingerprint64(x)
     if isinstance(x, jax.Array) or compat.is_tracer(x):
         return x
-    return column(x)
+    made = column(x)
+    if isinstance(made, Jagged) and all(isinstance(a, np.ndarray) for a in jax.tree.leaves(made)):
+        made = made.replace(_padded(made.values, ladder(made.capacity, min_capacity)))
+    return made
 
 
 def is_arrow(x: Any) -> bool:
@@ -177,7 +202,7 @@ def _lists(x: Any) -> tuple[np.ndarray, Any, np.ndarray]:
 def _padded(x: Any, capacity: int) -> Any:
     def grow(a: Any) -> np.ndarray:
         host = np.asarray(a)
-        return np.concatenate([host, np.zeros(capacity - len(host), host.dtype)])
+        return np.concatenate([host, np.zeros((capacity - len(host), *host.shape[1:]), host.dtype)])
 
     return jax.tree.map(grow, x)
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from recom_jax.errors import PreprocessError, PreprocessTypeError
+from recom_jax.preprocess.int64 import Int64
 from recom_jax.preprocess.operator import need_at_least, need_number, operator
 from recom_jax.preprocess.values import (
     Column,
-    Int64,
     Jagged,
     Nullable,
     both,

@@ -60,6 +60,7 @@ def operator(columns: int = 1, check: Callable[..., None] | None = None) -> Call
             inputs = [column(bound.arguments[n]) for n in names[:columns]]
             return jitted(*inputs, *values.values())
 
+        public.__dict__["check"] = check
         OPERATORS[name] = public
         return cast(F, public)
 

@@ -191,8 +191,18 @@ def _op(output: str, entry: Any, columns: int) -> tuple[str, tuple[tuple[str, An
         bound = signature.bind(*[None] * columns, *args, **params)
     except TypeError as why:
         raise PreprocessError(f"output {output!r}: {op}: {why}; it takes {signature}") from why
-    values = list(bound.arguments.items())[columns:]
-    return op, tuple((k, plain(op, k, v)) for k, v in values)
+    first = next(iter(signature.parameters.values()))
+    taken = 1 if first.kind is inspect.Parameter.VAR_POSITIONAL else columns
+    given = {k: plain(op, k, v) for k, v in list(bound.arguments.items())[taken:]}
+    check = getattr(OPERATORS[op], "check", None)
+    if check is not None:
+        bound.apply_defaults()
+        everything = list(bound.arguments.items())[taken:]
+        try:
+            check(**{k: plain(op, k, v) for k, v in everything})
+        except PreprocessError as why:
+            raise type(why)(f"output {output!r}: {why}") from why
+    return op, tuple(given.items())
 
 
 __all__ = ["Program", "Step", "program"]

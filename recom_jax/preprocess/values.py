@@ -20,109 +20,11 @@ import numpy as np
 from recom_jax import compat
 from recom_jax.errors import PreprocessError, PreprocessTypeError
 from recom_jax.preprocess import words
+from recom_jax.preprocess.int64 import Int64, host_integers, x64
 from recom_jax.preprocess.words import Words
 
 Column: TypeAlias = Any
 """An array, `Int64`, `Nullable` or `Jagged`; numpy arrays and lists where a column is made from host data."""
-
-
-@jax.tree_util.register_pytree_node_class
-class Int64:
-    """64-bit integers as two uint32 arrays, `hi` and `lo`, of one shape. A pytree.
-
-    ``Int64(x)`` splits host integers (a numpy array of any integer type, a list, an int) without loss;
-    ``Int64(hi, lo)`` takes words as they are. `to_numpy` (or ``np.asarray``) joins them again.
-
-    Raises:
-      PreprocessTypeError: `x` is not made of integers, or is a JAX array of 32 bits whose upper half is gone already.
-      PreprocessError: an integer does not fit 64 bits; words of different shapes.
-    """
-
-    hi: Any
-    lo: Any
-    unsigned: bool
-
-    def __init__(self, x: Any, lo: Any = None, *, unsigned: bool | None = None) -> None:
-        if lo is not None:
-            if np.shape(x) != np.shape(lo):
-                raise PreprocessError(
-                    f"Int64: the words have shapes {np.shape(x)} and {np.shape(lo)}; they must be equal"
-                )
-            self.hi, self.lo, self.unsigned = x, lo, bool(unsigned)
-            return
-        if isinstance(x, jax.Array):
-            if not jnp.issubdtype(x.dtype, jnp.integer):
-                raise PreprocessTypeError(f"Int64 is made of integers, not of {x.dtype}")
-            made = words.of_array(x)
-            self.hi, self.lo = made
-            self.unsigned = bool(jnp.issubdtype(x.dtype, jnp.unsignedinteger))
-            return
-        host = _host_integers(x)
-        self.unsigned = host.dtype.kind == "u" and host.dtype.itemsize == 8
-        bits = host.astype(np.uint64 if self.unsigned else np.int64).view(np.uint64)
-        self.hi, self.lo = (bits >> np.uint64(32)).astype(np.uint32), bits.astype(np.uint32)
-        if unsigned is not None:
-            self.unsigned = unsigned
-
-    @classmethod
-    def from_numpy(cls, x: Any) -> Int64:
-        """As ``Int64(x)``."""
-        return cls(x)
-
-    def to_numpy(self) -> np.ndarray:
-        """int64 (or uint64) numpy array; waits for the values."""
-        high: np.ndarray = np.asarray(self.hi).astype(np.uint64) << np.uint64(32)
-        bits: np.ndarray = high | np.asarray(self.lo)
-        return bits if self.unsigned else bits.view(np.int64)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        made = self.to_numpy()
-        return made if dtype is None else made.astype(dtype)
-
-    @property
-    def words(self) -> Words:
-        return Words(self.hi, self.lo)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(np.shape(self.lo))
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(np.uint64 if self.unsigned else np.int64)
-
-    def astype(self, dtype: Any) -> Any:
-        """As numpy converts: integers wrap, floats round to nearest. 64-bit dtypes give a JAX array with x64 only."""
-        return cast_words(self, dtype)
-
-    def reshape(self, *shape: Any) -> Int64:
-        return self._map(lambda a: a.reshape(*shape))
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, index: Any) -> Int64:
-        return self._map(lambda a: a[index])
-
-    def _map(self, f: Callable[[Any], Any]) -> Int64:
-        return Int64(f(self.hi), f(self.lo), unsigned=self.unsigned)
-
-    def tree_flatten(self) -> tuple[tuple[Any, Any], bool]:
-        return (self.hi, self.lo), self.unsigned
-
-    @classmethod
-    def tree_unflatten(cls, unsigned: bool, children: Any) -> Int64:
-        made = object.__new__(cls)  # JAX puts placeholders in: nothing to check
-        made.hi, made.lo = children
-        made.unsigned = unsigned
-        return made
-
-    def __repr__(self) -> str:
-        return f"Int64(shape={self.shape}{', unsigned' if self.unsigned else ''})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -177,12 +79,23 @@ class Jagged:
         if isinstance(splits, (list, tuple, np.ndarray)):
             checked = check_splits(np.asarray(splits), length(self.values))
             object.__setattr__(self, "row_splits", checked)
+        elif isinstance(splits, jax.Array) and not compat.is_tracer(splits):
+            check_splits(np.asarray(splits), length(self.values))
         if isinstance(self.valid, list):
             object.__setattr__(self, "valid", np.asarray(self.valid, bool))
         if self.valid is not None and np.ndim(splits) == 1:
             have, want = np.shape(self.valid), (np.shape(self.row_splits)[0] - 1,)
             if have != want and None not in (have, want):
                 raise PreprocessError(f"Jagged: valid has shape {have}, the rows {want}")
+
+    @classmethod
+    def from_lists(cls, lists: Any) -> Jagged:
+        """A list column of Python lists: None for a null list or a null element. The inverse of `to_lists`."""
+        flat = [v for row in lists for v in (() if row is None else row)]
+        splits = np.cumsum([0, *(0 if row is None else len(row) for row in lists)])
+        there = np.array([row is not None for row in lists], bool)
+        values = np.array(flat, object if None in flat else None) if flat else np.zeros(0, np.int32)
+        return cls(column(values), splits, None if there.all() else there)
 
     @property
     def rows(self) -> int:
@@ -292,7 +205,7 @@ def same_rows(operator: str, *columns: Column) -> None:
 
 
 def column(x: Any) -> Column:
-    """A column as operators see it: host data becomes arrays, and 64-bit integers `Int64` where JAX lacks them."""
+    """A column as operators see it: host data becomes arrays, None a null, 64-bit integers `Int64` (x64 off)."""
     if isinstance(x, (Int64, jax.Array)) or compat.is_tracer(x):
         return x
     if isinstance(x, Nullable):
@@ -306,19 +219,24 @@ def column(x: Any) -> Column:
     if isinstance(x, np.ma.MaskedArray):
         return Nullable(column(np.asarray(x.filled(0))), ~np.ma.getmaskarray(x))
     host = np.asarray(x)
-    if host.dtype == object and host.size and all(isinstance(v, int) for v in host.flat):
-        host = _host_integers(host)
+    if host.dtype == object and host.size and all(_is_number(v) for v in host.flat):
+        there = np.array([v is not None for v in host.flat]).reshape(host.shape)
+        filled = [0 if v is None else v for v in host.flat]
+        whole = all(isinstance(v, int) for v in filled)
+        made = host_integers(np.array(filled, object)) if whole else np.array(filled, np.float64)
+        values = column(made.reshape(host.shape))
+        return values if there.all() else Nullable(values, there)
     if host.dtype.kind not in "biuf":
         raise PreprocessTypeError(
             f"a column holds numbers, not {host.dtype}; make ids of strings with fingerprint64"
         )
     if host.dtype.kind in "iu" and host.dtype.itemsize == 8 and not x64():
         return Int64(host)
-    return host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
+    return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
 
 
-def x64() -> bool:
-    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+def _is_number(x: Any) -> bool:
+    return x is None or isinstance(x, (int, float, np.integer, np.floating))
 
 
 def take_apart(x: Column) -> tuple[Any, Any]:
@@ -376,41 +294,3 @@ def from_words(w: Words, limit: int) -> Any:
         return w.lo.astype(jnp.int32)
     made = Int64(w.hi, w.lo)
     return made.astype(jnp.int64) if x64() else made
-
-
-def cast_words(x: Int64, dtype: Any) -> Any:
-    wanted = np.dtype(dtype)
-    if wanted == np.bool_:
-        return (x.hi | x.lo) != 0
-    if wanted.kind in "iu":
-        if wanted.itemsize < 8:
-            return jnp.asarray(x.lo).astype(wanted)
-        if not x64():
-            return Int64(x.hi, x.lo, unsigned=wanted.kind == "u")
-        bits = jnp.asarray(x.hi).astype(jnp.uint64) << np.uint64(32) | jnp.asarray(x.lo)
-        return bits.astype(wanted)
-    if wanted.itemsize == 8 and x64():
-        return cast_words(x, np.uint64 if x.unsigned else np.int64).astype(wanted)
-    return words.to_float32(x.words, not x.unsigned).astype(jax.dtypes.canonicalize_dtype(wanted))
-
-
-def _host_integers(x: Any) -> np.ndarray:
-    host = np.asarray(x)
-    if host.dtype == object and all(isinstance(v, int) for v in host.flat):
-        flat = [int(v) for v in host.flat]
-        if (
-            min(flat) >= -(1 << 63)
-            and max(flat) < 1 << 64
-            and (min(flat) >= 0 or max(flat) < 1 << 63)
-        ):
-            return np.array(flat, np.int64 if max(flat) < 1 << 63 else np.uint64).reshape(
-                host.shape
-            )
-        raise PreprocessError("Int64: an integer does not fit 64 bits")
-    if host.dtype.kind not in "iub" and host.size:
-        raise PreprocessTypeError(f"Int64 is made of integers, not of {host.dtype}")
-    return (
-        host.astype(np.int64)
-        if host.dtype.kind not in "iu"
-        else np.ascontiguousarray(host).reshape(host.shape)
-    )
