@@ -1,6 +1,7 @@
 """Each idiom of `examples.idioms` at the size of a serving batch: optimized against plain jit, interleaved.
 
-The promise is that no idiom is slower for being optimized. An idiom whose library is absent is left out by name.
+The promise is that no idiom is slower for being optimized. Idioms without a call run plain JAX's own program: what differs
+there is the machine, so they are measured but promise nothing. An idiom whose library is absent is left out by name.
 """
 
 import dataclasses
@@ -50,7 +51,9 @@ def run(context: Context) -> Result:
             first = {c.key: _first(c) for c in runners}
             _same(name, *(c.call(None) for c in runners))
             samples = interleave(runners, _plan(s.plan, runners[1]))
-        ratio = ratios[name] = round(paired_ratio(*(samples[c.key] for c in runners)), 3)
+        ratio = round(paired_ratio(*(samples[c.key] for c in runners)), 3)
+        if report.num_custom_calls:
+            ratios[name] = ratio
         reasons = ", ".join(sorted({c.reason for c in report.columns if c.reason}))
         fused = f"{report.num_fused} of {report.num_columns} fused"
         notes = {steady.OURS: f"{ratio:.2f} of plain; {fused}{f' ({reasons})' if reasons else ''}"}
@@ -58,7 +61,7 @@ def run(context: Context) -> Result:
             named = dataclasses.replace(c, name=f"{name}: {c.name}", note=notes.get(c.name, ""))
             rows.append(Row.of(f"idioms, batch {size.batch}", named, samples[c.key], first_s=first[c.key]))  # fmt: skip
     worst = max(ratios, key=ratios.__getitem__)
-    target = Target("Idioms: the slowest beside plain jit", ratios[worst], "<=", LIMIT,
+    target = Target("Idioms: the slowest fused one beside plain jit", ratios[worst], "<=", LIMIT,
                     measured=f"{worst}: median of the rounds' ratios")  # fmt: skip
     return Result(tuple(rows), (target,), {"left out": ", ".join(left_out) or "none"})
 
