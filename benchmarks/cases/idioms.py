@@ -1,7 +1,8 @@
 """Each idiom of `examples.idioms` at the size of a serving batch: optimized against plain jit, interleaved.
 
-The promise is that no idiom is slower for being optimized. Idioms without a call run plain JAX's own program: what differs
-there is the machine, so they are measured but promise nothing. An idiom whose library is absent is left out by name.
+The promise is that no idiom is slower for being optimized. Idioms without a call run plain JAX's own program:
+what differs there is the machine, so they are measured but promise nothing. An idiom whose library is absent is
+left out by name.
 """
 
 import dataclasses
