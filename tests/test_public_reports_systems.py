@@ -119,7 +119,7 @@ EXPORTS: dict[str, tuple[Callable[..., Any], Any, Any]] = {
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_export_with_a_symbolic_batch(name: str) -> None:
-    """The columns stay in XLA; results and the assertions on shapes (73: an empty batch) are the plain export's."""
+    """Results and the assertions on shapes (73: an empty batch) are the plain export's."""
     fn, shape, dtype = EXPORTS[name]
     types = jax.ShapeDtypeStruct(T.shape, T.dtype), jax.ShapeDtypeStruct(shape, dtype)
     ours, plain = (
