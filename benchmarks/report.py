@@ -108,13 +108,15 @@ def group_table(rows: Sequence[Row]) -> list[str]:
     return table(head, lines)
 
 
-def case_section(data: Data) -> list[str]:
-    """All tables of a case, and what it was run with."""
+def case_section(data: Data, isa: str | None) -> list[str]:
+    """All tables of a case, and what it was run with; `isa` is that of the machine's first case."""
     versions, git = data["versions"], data["git"]
     commit = (git["commit"] or "unknown")[:10] + (" with changes" if git["modified"] else "")
     lines = [f"### {data['title']}", "", f"`python -m benchmarks {data['case']}`, {data['date'][:10]}, "
              f"recom_jax {versions['recom_jax']} at {commit}, load before {data['load_before']}, "
              f"{data['minutes']:g} minutes."]  # fmt: skip
+    if versions["isa"] != isa:
+        lines[-1] += f" Running {versions['isa'] or 'unknown'} code."
     if data["settings"]["quick"]:
         lines += ["", "**A quick run with tiny models: these numbers mean nothing.**"]
     rows = record.rows_of(data)
@@ -146,7 +148,7 @@ def machine_section(cases: Sequence[Data]) -> list[str]:
     title += f"{m['cpu']}, {m['cores']} cores, JAX {v['jax']}"
     lines = [f"## {title}", "", facts, "", *reach(cases), ""]
     for data in cases:
-        lines += case_section(data)
+        lines += case_section(data, v["isa"])
     return lines
 
 

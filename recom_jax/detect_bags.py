@@ -30,38 +30,68 @@ def _class_ids(e: ir.Expr, axis: int) -> ir.Expr | None:
     return None
 
 
-def _one_hot_ids(d: Detector, e: ir.Expr, axis: int) -> ir.Expr | None:
-    """The ids whose one-hot vectors along `axis` an expression is, else None.
+Masked = tuple[ir.Expr, tuple[ir.Expr, ...]]
+"""Ids, and the masks that must hold for them to count."""
 
-    ``convert(eq(ids, iota))``, or that under a mask, however the mask is put on: where it is false the id is -1,
-    which no class has.
-    """
+
+def _classes(e: ir.Expr, axis: int) -> Masked | None:
+    """``ids == iota``, alone or with masks."""
+    ids = _class_ids(e, axis)
+    if ids is not None:
+        return ids, ()
+    if isinstance(e, ir.Op) and e.name == "and":
+        for a, b in (e.args, e.args[::-1]):
+            found = _classes(a, axis)
+            if found is not None:
+                return found[0], (*found[1], b)
+    return None
+
+
+def _one_hot(e: ir.Expr, axis: int) -> Masked | None:
+    """The ids whose one-hot vectors along `axis` an expression is, and the masks they are under."""
     if not isinstance(e, ir.Op):
         return None
-    mask: ir.Expr | None = None
-    if e.name == "convert" and isinstance(e.args[0], ir.Op) and e.args[0].dtype == "bool":
-        inner = e.args[0]
-        if inner.name != "and":
-            return _class_ids(inner, axis)
-        for a, b in (inner.args, inner.args[::-1]):
-            ids = _class_ids(a, axis)
-            if ids is not None:
-                mask = b
-                break
-    elif e.name == "select" and isinstance(e.args[1], ir.Const) and e.args[1].value == 0:
-        pred, _, kept = e.args
-        ids = _class_ids(pred, axis)
-        if ids is not None:  # one_hot(ids) * mask
-            if isinstance(kept, ir.Op) and kept.name == "convert" and kept.args[0].dtype == "bool":
-                mask = kept.args[0]
-        else:  # where(mask, one_hot(ids), 0)
-            ids, mask = _one_hot_ids(d, kept, axis), pred
-    else:
+    if e.name == "convert":
+        of = e.args[0]
+        return _classes(of, axis) if of.dtype == "bool" else _one_hot(of, axis)
+    if e.name == "mul":
+        for a, b in (e.args, e.args[::-1]):
+            inner = _one_hot(a, axis)
+            if inner is not None and _is_mask(b):
+                return inner[0], (*inner[1], b.children[0])
         return None
-    if ids is None or mask is None or axis in ir.depends(mask, {}) or not mask.exact:
+    if e.name != "select" or not (isinstance(e.args[1], ir.Const) and e.args[1].value == 0):
         return None
+    pred, _, kept = e.args
+    found = _classes(pred, axis)
+    if found is None:  # where(mask, one_hot(ids), 0)
+        inner = _one_hot(kept, axis)
+        return None if inner is None else (inner[0], (*inner[1], pred))
+    if isinstance(kept, ir.Const) and kept.value == 1:
+        return found
+    if _is_mask(kept):
+        return found[0], (*found[1], kept.children[0])  # one_hot(ids) * mask
+    return None
+
+
+def _is_mask(e: ir.Expr) -> bool:
+    """Whether a number is a boolean converted."""
+    return isinstance(e, ir.Op) and e.name == "convert" and e.args[0].dtype == "bool"
+
+
+def _one_hot_ids(d: Detector, e: ir.Expr, axis: int) -> ir.Expr | None:
+    """The ids of one-hot vectors; where a mask is false the id is -1, which no class has."""
+    found = _one_hot(e, axis)
+    if found is None or not found[1]:
+        return None if found is None else found[0]
+    ids, masks = found
     if not ids.dtype.startswith("int"):
         return None
+    if any(axis in ir.depends(m, {}) or not m.exact for m in masks):
+        return None
+    mask = masks[0]
+    for m in masks[1:]:
+        mask = d.pool.op("and", "bool", mask, m)
     return d.pool.op("select", ids.dtype, mask, d.pool.const(ids.dtype, -1), ids)
 
 

@@ -262,8 +262,13 @@ def identity_of(kind: str, dtype: str) -> Any:
 
 
 def _reduce(d: Detector, eqn: Any) -> Val:
+    from recom_jax.detect_counts import counted
+
     v = d.val(eqn.invars[0])
     rank = len(v.shape)
+    found = counted(d, eqn, v) if eqn.primitive.name == "reduce_sum" else None
+    if found is not None:
+        return found
     return reduce_axes(
         d, v, [k % rank for k in eqn.params["axes"]], _REDUCTIONS[eqn.primitive.name]
     )
@@ -322,6 +327,12 @@ def _call(d: Detector, eqn: Any) -> Val | None:
     return search(d, eqn)
 
 
+def _first(d: Detector, eqn: Any) -> Val | None:
+    from recom_jax.detect_counts import first
+
+    return first(d, eqn)
+
+
 RULES: dict[str, Rule] = {
     **{prim: _named(name) for prim, name in BINARY.items()},
     **{prim: _named(name) for prim, name in UNARY.items()},
@@ -335,6 +346,8 @@ RULES: dict[str, Rule] = {
     "integer_pow": _integer_pow,
     "square": _integer_pow,
     "round": _round,
+    "argmax": _first,
+    "argmin": _first,
     "copy": _identity,
     "copy_p": _identity,
     "stop_gradient": _identity,

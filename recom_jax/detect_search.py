@@ -52,7 +52,7 @@ def search(d: Detector, eqn: Any) -> Val | None:
     if str(array.dtype) != e.dtype:
         raise Refuse("a search in boundaries of another type")
     descending = found.function == "digitize" and not bool(array[-1] >= array[0])
-    expr = _constant_search(
+    expr = constant_search(
         d,
         e,
         np.ascontiguousarray(array[::-1]) if descending else array,
@@ -65,9 +65,10 @@ def search(d: Detector, eqn: Any) -> Val | None:
     return Val(x.shape, convert(d, expr, out_dtype))
 
 
-def _constant_search(
+def constant_search(
     d: Detector, x: ir.Expr, array: np.ndarray[Any, Any], var: Any, found: templates.Search
 ) -> ir.Expr:
+    """The index of `x` among a constant array's values; `var` is the array's variable (None: a new one)."""
     if ir.is_float(x.dtype) and proofs.has_subnormals(array):
         # XLA compares with denormals flushed to zero, but folds constants without: which of the two a
         # boundary meets depends on the method and the version.

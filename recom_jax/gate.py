@@ -54,7 +54,7 @@ def held_back(detected: Detected, outputs: Sequence[Output]) -> dict[int, str]:
     levels: dict[int, list[Output]] = collections.defaultdict(list)
     for out in outputs:
         levels[out.level].append(out)
-    held: dict[int, str] = {}
+    held: list[Output] = []
     readers: Mapping[int, list[Any]] | None = None
     for outs in levels.values():
         if not all(map(_lone, outs)) or sum(len(_takes(o)) for o in outs) > FEW:
@@ -65,11 +65,20 @@ def held_back(detected: Detected, outputs: Sequence[Output]) -> dict[int, str]:
         if readers is None:
             readers = _readers(detected)
         if all(_joins(detected, readers, o.var, size >= LARGE and _computes(o)) for o in outs):
-            for out in outs:
-                for take in _takes(out):
-                    for k in detected.pool.origins.get(id(take), ()):
-                        held[id(detected.reads[k].eqn.outvars[0])] = REASON
-    return held
+            held += outs
+    if not held:
+        return {}
+    # Rows that another result is made of as well, a bag say, are worth looking up in its call.
+    kept = {k for o in outputs if o not in held for k in _reads(detected, o)}
+    found = {k for o in held for k in _reads(detected, o)}
+    return {} if found & kept else {id(detected.reads[k].eqn.outvars[0]): REASON for k in found}
+
+
+def _reads(detected: Detected, out: Output) -> set[int]:
+    """The serial numbers of the table reads that a result is made of."""
+    parts = [out.val.expr] if out.val.expr is not None else [p.expr for p in out.val.parts]
+    takes = (x for e in parts for x in ir.walk(e) if isinstance(x, ir.Take))
+    return {k for x in takes for k in detected.pool.origins.get(id(x), ())}
 
 
 def _takes(out: Output) -> list[ir.Take]:

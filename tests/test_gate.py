@@ -106,6 +106,20 @@ def test_a_call_that_is_there_anyway_takes_single_lookups_along() -> None:
 
 
 @pytest.mark.once
+def test_rows_that_a_later_bag_needs_stay_in_its_call() -> None:
+    """The bag's weights are XLA's, made of the same rows: held back, the rows would cost the bag its fusion."""
+
+    def model(t: Any, i: Any) -> Any:
+        rows = t[i.reshape(-1, 4)]
+        scaled = rows * t[0] + t[1]
+        weights = jnp.tanh(scaled.reshape(-1, DIM) @ t[:DIM, :1]).reshape(-1, 4)
+        return scaled, (rows * weights[..., None]).sum(1)
+
+    report = reads(model, ENOUGH)
+    assert report.num_fused == report.num_columns
+
+
+@pytest.mark.once
 def test_derivatives_batches_and_servers_of_gated_models() -> None:
     fn = GATED["multiply and add"]
     args = table(500, DIM), ids((ENOUGH,), 500)

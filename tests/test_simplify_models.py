@@ -71,6 +71,14 @@ DETECTED = [
         "%0[search.scan.right(convert<float32>(%2(0;1,0)), %1, n=4); clip](0;0,1)",
     ),
     (
+        "comparisons-to-search",
+        lambda t, i: t[(i[:, None] >= np.array([1, 2, 4, 9], np.int32)).sum(-1)],
+        "%0[search.sorted.right(%2(0;1,0), %1, n=4); clip](0;0,1)",
+        "%0[select(lt(sum[in_1](convert<int32>(ge(%1(0;1,0,0), %2(0;0,0,1)))), 0), "
+        "sum[in_1](convert<int32>(ge(%1(0;1,0,0), %2(0;0,0,1)))), "
+        "add(sum[in_1](convert<int32>(ge(%1(0;1,0,0), %2(0;0,0,1)))), 100)); clip](0;0,1)",
+    ),
+    (
         "unique-inverse",
         unique_ids,
         "%0[select(lt(%1(0;1,0), 0), %1(0;1,0), add(%1(0;1,0), 100)); clip](0;0,1)",

@@ -43,6 +43,15 @@ MASKED: dict[str, Callable[[Any, Any, Any], Any]] = {
     "and": lambda t, i, m: (
         ((i[..., None] == jnp.arange(ROWS)) & m[..., None]).astype(jnp.float32).sum(1) @ t
     ),
+    "where of numbers": lambda t, i, m: (
+        jnp.where((i[..., None] == jnp.arange(ROWS)) & m[..., None], 1.0, 0.0).sum(1) @ t
+    ),
+    "where of integers": lambda t, i, m: (
+        jnp.where(jnp.where(m, i, -7)[..., None] == jnp.arange(ROWS), 1, 0).astype(t.dtype) @ t
+    ),
+    "twice": lambda t, i, m: (
+        (jnp.where((i > 0)[..., None], jax.nn.one_hot(i, ROWS), 0) * m[..., None]).sum(1) @ t
+    ),
     "unpooled": lambda t, i, m: jnp.where(m[..., None], jax.nn.one_hot(i, ROWS), 0) @ t,
 }
 

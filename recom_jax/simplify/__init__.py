@@ -22,6 +22,7 @@ DETECTION_REWRITES = {
     "unique-inverse": "table[u][inv] of (u, inv) = unique(ids) reads table[ids] (facts: u is large enough)",
     "cast-after-gather": "a whole-table cast becomes a cast of the rows read",
     "uniform-bucketize": "constant boundaries start + k*step, exact for every k, are found by arithmetic",
+    "comparisons-to-search": "counting the constant, ascending boundaries below x, or the first above it, is a search",
     "repeat-to-search": "repeat(arange(n), lengths) counts the bags that start at a position or before it",
     "merge-searches": "any search in constant, ascending, NaN-free boundaries is one operation",
 }

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import recom_jax
+from benchmarks.timing import Plan
 from examples.idioms import ALL, SMALL, Size
 from tests.helpers import VERIFY, assert_same, check, check_report, run
 
@@ -195,3 +196,16 @@ def test_an_optimized_body_is_fused_inside_the_loop() -> None:
     text = jax.jit(looped).lower(table, ids).as_text()
     assert text.count("custom_call @recom_fused_v1") == 1
     assert_same(jax.jit(looped)(table, ids), jax.jit(fn)(table, ids), SUM)
+
+
+@pytest.mark.once
+def test_the_benchmark_runs(tmp_path: Any) -> None:
+    from benchmarks.cases import idioms
+    from benchmarks.context import Context, Settings
+
+    settings = dataclasses.replace(Settings.tiny(), plan=Plan(rounds=2, burst=1, least_rounds=1))
+    result = idioms.run(Context(settings, tmp_path))
+    assert len(result.rows) >= 10 and len({r.key for r in result.rows}) == len(result.rows)
+    (target,) = result.targets
+    assert target.limit == 1.05 and target.value > 0
+    assert any("1 of 1 fused" in r.note for r in result.rows)
