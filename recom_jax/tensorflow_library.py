@@ -107,19 +107,34 @@ def tensorflow_library() -> pathlib.Path:
       ExportError (RuntimeError): no C++17 compiler, or it failed.
     """
     found = find_tensorflow()
-    name = _name(found)
+    path = kept_library(found)
+    if path is not None:  # no lock, no writing: the folder may be part of a read-only image
+        return path
     with _LOCK, _folder() as folder:
-        path = folder / name
+        path = folder / _name(found)
         if not path.exists():
-            _build(path, found)
+            try:
+                _build(path, found)
+            except OSError as why:
+                raise ExportError(
+                    f"the library for TensorFlow cannot be written to {folder}: {why.strerror or why}; RECOM_CACHE_DIR "
+                    "names another folder"
+                ) from why
         return path
 
 
 def kept_library(found: TensorFlow) -> pathlib.Path | None:
-    """The library in the cache folder; None if it would have to be built."""
+    """The library in the cache folder; None if it is not there, or others could have put it there."""
     kept = options.Options().caches_in
-    path = kept / "tensorflow" / _name(found) if kept else None
-    return path if path is not None and path.exists() else None
+    if kept is None:
+        return None
+    path = kept / "tensorflow" / _name(found)
+    try:
+        for part in (kept, path.parent, path):
+            cache.check_private(os.stat(part), str(part))
+    except OSError:
+        return None
+    return path
 
 
 def load(tf: Any) -> None:
@@ -132,9 +147,8 @@ def load(tf: Any) -> None:
         raise ExportError(f"the library {path} cannot be loaded: {why}") from why
     library.recom_tensorflow_status.restype = ctypes.c_char_p
     status = library.recom_tensorflow_status().decode(errors="replace")
-    if (
-        status and "Duplicate FFI handler" not in status
-    ):  # a copy of the file was loaded before: as good
+    # A copy of the file that was loaded before is as good.
+    if status and "Duplicate FFI handler" not in status:
         raise ExportError(f"TensorFlow refuses the custom call: {status}")
 
 
@@ -205,7 +219,10 @@ def _folder() -> Iterator[pathlib.Path]:
         yield _temporary()
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # whoever waits finds the library built
+        with contextlib.suppress(
+            OSError
+        ):  # some network file systems have no locks: then both build
+            fcntl.flock(lock, fcntl.LOCK_EX)  # whoever waits finds the library built
         yield folder
     finally:
         os.close(lock)
@@ -232,6 +249,7 @@ def _build(path: pathlib.Path, found: TensorFlow) -> None:
             objects = list(pool.map(compile_one, SOURCES))
         library = os.path.join(work, "library.so")
         _run(*compiler, *_LINK, *objects, "-ldl", "-o", library)
+        os.chmod(library, 0o755)  # whatever the umask
         os.rename(library, path)  # whole, or not there
 
 

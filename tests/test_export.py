@@ -160,6 +160,9 @@ def test_the_library_is_built_once_and_kept_where_nobody_else_writes(
         t.join()
     path = export.tensorflow_library()
     assert built == [path] and path.parent == folder and path.stat().st_size == 7
+    with monkeypatch.context() as patch:
+        patch.setattr(tensorflow_library, "_folder", None)
+        assert export.tensorflow_library() == path, "what is there is found without a lock"
     monkeypatch.setattr(tensorflow_library, "FLAGS", ("-O0",))
     assert export.tensorflow_library() != path, "other flags, another library"
     assert cli.main(["tf-library", "--out", str(tmp_path / "copy.so")]) == 0
@@ -173,6 +176,14 @@ def test_the_library_is_built_once_and_kept_where_nobody_else_writes(
         assert export.tensorflow_library().parent != folder
     monkeypatch.setenv("RECOM_CACHE_DIR", "0")
     assert export.tensorflow_library().exists()
+
+    def full(path: pathlib.Path, found: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensorflow_library, "_build", full)
+    monkeypatch.setattr(tensorflow_library, "FLAGS", ("-O1",))
+    with pytest.raises(ExportError, match=r"cannot be written to .*No space left"):
+        export.tensorflow_library()
 
 
 @pytest.mark.once
