@@ -13,6 +13,8 @@ import pytest
 import recom_jax
 from benchmarks.timing import Plan
 from examples.idioms import ALL, SMALL, Size
+from examples.idioms.bags import BAGS
+from examples.idioms.lookups import LOOKUPS
 from tests.helpers import VERIFY, assert_same, check, check_report, run
 
 
@@ -143,8 +145,44 @@ ODD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_idiom(name: str) -> None:
+Tried = tuple[Any, Any, recom_jax.Report]
+
+
+@pytest.fixture(scope="module")
+def together() -> dict[str, list[Tried]]:
+    """Columns, and bags, as one model each, with usual and with odd ids: its results, plain JAX's, the report."""
+    found: dict[str, list[Tried]] = {}
+    for group in (LOOKUPS, BAGS):
+        cases = {name: made(name) for name in group}
+
+        def model(arrays: Any, cases: Any = cases) -> Any:
+            return {name: fn(*arrays[name]) for name, (fn, _) in cases.items()}
+
+        ours, plain = recom_jax.optimize(model, options=VERIFY), jax.jit(model)
+        usual = {name: args for name, (_, args) in cases.items()}
+        strange = {name: odd(args) if name in ODD else args for name, args in usual.items()}
+        for arrays in (usual, strange):
+            results = ours(arrays), plain(arrays)
+            report = ours.explain(arrays)
+            for name in group:
+                found.setdefault(name, []).append((results[0][name], results[1][name], report))
+    return found
+
+
+@pytest.mark.parametrize("name", [*LOOKUPS, *BAGS])
+def test_column(name: str, together: dict[str, list[Tried]]) -> None:
+    want = EXPECTED[name]
+    for result, plain, report in together[name]:
+        assert_same(result, plain, want.bound and 1e-4)
+        mine = [c for c in report.columns if c.name.startswith(f"arrays[{name!r}]")]
+        assert len(mine) == want.columns, report
+        fused = want.columns if want.fused is None else want.fused
+        assert sum(c.status == "fused" for c in mine) == fused, report
+        assert {c.reason for c in mine if c.reason} <= {want.reason}, mine
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name not in {*LOOKUPS, *BAGS}])
+def test_model(name: str) -> None:
     want = EXPECTED[name]
     fn, args = made(name)
     ours, plain = recom_jax.optimize(fn, options=VERIFY), jax.jit(fn)
