@@ -67,7 +67,7 @@ test: $(TEST_ENVS:=/.built)
 	$(MAKE) --no-print-directory lint || failed+=" lint"; \
 	for env in $(TEST_ENVS); do \
 	  echo "== pytest in $$env"; \
-	  $$env/bin/python -m pytest -n 2 "$${only[@]}" $(ARGS) || failed+=" $$env"; \
+	  $$env/bin/python -m pytest -n 2 --durations=25 "$${only[@]}" $(ARGS) || failed+=" $$env"; \
 	  only=(-m "not once"); \
 	done; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi

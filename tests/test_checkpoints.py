@@ -13,6 +13,8 @@ import pytest
 
 import recom_jax
 
+pytestmark = pytest.mark.once
+
 PAGE = pathlib.Path(__file__).parent.parent / "docs/checkpoints.md"
 SECTIONS = {
     "Orbax": ("orbax.checkpoint",), "Flax Linen": ("flax", "optax"), "Flax NNX": ("flax",), "Equinox": ("equinox",)

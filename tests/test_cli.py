@@ -18,6 +18,8 @@ import pytest
 from recom_jax import argspec, cli, doctor
 from recom_jax.argspec import SpecError, parse
 
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(__file__).parent.parent
 MODELS = """
 import jax, jax.numpy as jnp, numpy as np, recom_jax

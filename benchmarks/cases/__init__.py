@@ -17,6 +17,7 @@ from benchmarks.cases import (
     models,
     others,
     scaling,
+    stages,
     strings,
     tensorflow_e,
 )
@@ -52,6 +53,7 @@ ALL = (
     Case("micro", "Microbenchmark: bucketize columns", 6, micro.run),
     Case("scaling", "Scaling in the number of columns", 4, scaling.run),
     Case("ablation", "Model E with a rewrite left out", 3, ablation.run),
+    Case("stages", "The compiler's stages, by columns", 1, stages.run),
     Case("recflex", "RecFlex A, jagged bags (cut down)", 3, others.run_recflex),
     Case("criteo", "Criteo: DLRM", 2, others.run_criteo),
     Case("strings", "Strings to ids on the host", 1, strings.run),
