@@ -17,19 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from recom_jax.errors import ArgumentError, SparseError
+from recom_jax.errors import ArgumentError
 from recom_jax.sparse_lookup import (
     Lookup,
-    as_ids,
-    check_mode,
     check_table,
     fused_read,
     match,
-    positions,
     spread,
     subtrees,
     wide,
 )
+from recom_jax.sparse_sums import check_state, combine, scalar, scatter_add, subtract, summed
 
 __all__ = [
     "Adagrad",
@@ -154,31 +152,6 @@ def value_and_grad(
 # ---- updates of one table ------------------------------------------------------------------------------------
 
 
-def combine(ids: jax.Array, grads: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Adds up the gradients of equal ids: sorted by id, then summed segment by segment.
-
-    On a CPU each sum is made in the order of `ids`, as the dense gradient's is; elsewhere pairwise. Neither depends on
-    how threads run.
-
-    Args:
-      ids: integers [N] in [0, num_rows); `num_rows` stands for none.
-      grads: floats [N, D].
-
-    Returns:
-      (ids [N], sums [N, D]): each id once, ascending; what is not used has the id `num_rows` at the end. Sums of 16-bit
-      floats are float32.
-    """
-    size = ids.shape[0]
-    place = jnp.arange(size, dtype=jnp.int32)
-    ids, order = jax.lax.sort((ids, place), num_keys=1, is_stable=True)
-    grads = grads.astype(wide(grads.dtype)).at[order].get(mode="promise_in_bounds")
-    first = (place == 0) | (ids != jnp.concatenate([ids[:1], ids[:-1]]))
-    run = jnp.cumsum(first.astype(jnp.int32)) - 1
-    once = jnp.full(size, num_rows, ids.dtype).at[run].set(ids, indices_are_sorted=True)
-    sums = jax.lax.platform_dependent(grads, run, first, cpu=_in_order, default=_pairwise)
-    return once, sums
-
-
 def sgd(
     table: jax.Array, ids: jax.Array, row_grads: jax.Array, lr: Any, *, mode: str = "fill"
 ) -> jax.Array:
@@ -201,10 +174,10 @@ def sgd(
       ArgumentError: (a TypeError) types that are no floats or no integers.
       SparseError: (a ValueError) shapes that do not fit each other.
     """
-    where, grads = _sorted(table, ids, row_grads, mode)
+    where, grads = summed(table, ids, row_grads, mode)
     if 0 in table.shape:
         return table
-    return _subtract(table, where, _scalar(lr, grads.dtype) * grads)
+    return subtract(table, where, scalar(lr, grads.dtype) * grads)
 
 
 def adagrad_init(table: jax.Array, initial: float = 0.1) -> jax.Array:
@@ -239,14 +212,14 @@ def adagrad(
     Raises:
       As `sgd`.
     """
-    where, grads = _sorted(table, ids, row_grads, mode)
-    _check_state("squares", squares, table.shape, wide(table.dtype))
+    where, grads = summed(table, ids, row_grads, mode)
+    check_state("squares", squares, table.shape, wide(table.dtype))
     if 0 in table.shape:
         return table, squares
-    total = _scatter_add(squares, where, grads * grads)
+    total = scatter_add(squares, where, grads * grads)
     here = total.at[where].get(mode="fill", fill_value=0)
     scale = jnp.where(here > 0, jax.lax.rsqrt(here + eps), 0)
-    return _subtract(table, where, _scalar(lr, grads.dtype) * (scale * grads)), total
+    return subtract(table, where, scalar(lr, grads.dtype) * (scale * grads)), total
 
 
 def rowwise_adagrad_init(table: jax.Array, initial: float = 0.0) -> jax.Array:
@@ -283,15 +256,15 @@ def rowwise_adagrad(
     Raises:
       As `sgd`.
     """
-    where, grads = _sorted(table, ids, row_grads, mode)
-    _check_state("moments", moments, table.shape[:1], wide(table.dtype))
+    where, grads = summed(table, ids, row_grads, mode)
+    check_state("moments", moments, table.shape[:1], wide(table.dtype))
     if 0 in table.shape:
         return table, moments
     mean = jnp.sum(grads * grads, axis=1) / table.shape[1]
-    total = _scatter_add(moments, where, mean)
+    total = scatter_add(moments, where, mean)
     here = total.at[where].get(mode="fill", fill_value=0)
     scale = jnp.where(here > 0, 1 / (jnp.sqrt(here) + eps), 0)
-    return _subtract(table, where, _scalar(lr, grads.dtype) * (scale[:, None] * grads)), total
+    return subtract(table, where, scalar(lr, grads.dtype) * (scale[:, None] * grads)), total
 
 
 # ---- optimizers of many tables -------------------------------------------------------------------------------
@@ -374,92 +347,3 @@ def _each(
         jax.tree.unflatten(outline, [t for t, _ in made]),
         jax.tree.unflatten(outline, [s for _, s in made]),
     )
-
-
-# ---- what updates are made of --------------------------------------------------------------------------------
-
-
-def _sorted(table: Any, ids: Any, grads: Any, mode: str) -> tuple[jax.Array, jax.Array]:
-    """(rows [N], sums [N, D]): each row once, then the number of rows for none."""
-    check_table("table", table)
-    check_mode(mode)
-    ids = as_ids("ids", ids)
-    size, width = table.shape
-    if not jnp.issubdtype(jnp.asarray(grads).dtype, jnp.floating):
-        raise ArgumentError(f"row_grads are floats, not {jnp.asarray(grads).dtype}")
-    if jnp.shape(grads) != (*ids.shape, width):
-        raise SparseError(
-            f"row_grads has shape {(*ids.shape, width)}, a row for each id, not {jnp.shape(grads)}"
-        )
-    flat = jnp.asarray(grads).astype(wide(table.dtype)).reshape(ids.size, width)
-    return combine(positions(ids, size, mode).reshape(-1), flat, size)
-
-
-def _in_order(grads: jax.Array, run: jax.Array, first: jax.Array) -> jax.Array:
-    """Sums [N, D] of runs, one after the other: a CPU's scatter goes in the order of its updates."""
-    del first
-    return jax.ops.segment_sum(grads, run, grads.shape[0], indices_are_sorted=True)
-
-
-def _pairwise(grads: jax.Array, run: jax.Array, first: jax.Array) -> jax.Array:
-    """The same without atomic additions: after step k each element holds the sum of the 2**k before it, in its run.
-
-    Hillis and Steele, Data parallel algorithms, CACM 29, 1986, with segments. As many passes as the longest run needs.
-    """
-    size = grads.shape[0]
-    place = jnp.arange(size, dtype=jnp.int32)
-    begin = jax.lax.cummax(jnp.where(first, place, 0))
-    longest = jnp.max(place - begin, initial=0)
-
-    def more(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return carry[0] <= longest
-
-    def add(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        step, sums = carry
-        there = place - step >= begin
-        before = sums.at[jnp.where(there, place - step, 0)].get(mode="clip")
-        return 2 * step, sums + jnp.where(there[:, None], before, 0)
-
-    _, sums = jax.lax.while_loop(more, add, (jnp.int32(1), grads))
-    last = jnp.concatenate([first[1:], jnp.ones(min(size, 1), bool)])
-    return jnp.zeros_like(grads).at[jnp.where(last, run, size)].set(sums, mode="drop")
-
-
-def _scatter_add(array: jax.Array, where: jax.Array, values: jax.Array) -> jax.Array:
-    """Adds to the rows of `array` that `where` names, each once. Rows behind the end are none."""
-    return array.at[where].add(values, mode="drop", indices_are_sorted=True)
-
-
-def _subtract(table: jax.Array, where: jax.Array, change: jax.Array) -> jax.Array:
-    """``table[where] -= change``, in the wider type of the two, rounded once."""
-    if change.dtype == table.dtype:
-        return _scatter_add(table, where, -change)
-    old = table.at[where].get(mode="fill", fill_value=0).astype(change.dtype)
-    # Without the barrier a compiler may read the table inside the update, and so need a copy of it.
-    new = jax.lax.optimization_barrier((old - change).astype(table.dtype))
-    if table.dtype == jnp.bfloat16:
-        return jax.lax.platform_dependent(table, where, new, cpu=_set_bits, default=_set)
-    return _set(table, where, new)
-
-
-def _set(table: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
-    return table.at[where].set(new, mode="drop", indices_are_sorted=True)
-
-
-def _set_bits(table: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
-    """`_set` for bfloat16 on a CPU. XLA would scatter into a float32 copy; this copy keeps bits and is half."""
-    bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
-    bits = _set(bits, where, jax.lax.bitcast_convert_type(new, jnp.uint16))
-    return jax.lax.bitcast_convert_type(bits, table.dtype)
-
-
-def _scalar(lr: Any, dtype: Any) -> jax.Array:
-    if jnp.ndim(lr) != 0:
-        raise SparseError(f"lr is a scalar, not of shape {jnp.shape(lr)}")
-    return jnp.asarray(lr, dtype)
-
-
-def _check_state(name: str, state: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    if jnp.shape(state) != shape or getattr(state, "dtype", None) != dtype:
-        have = f"{getattr(state, 'dtype', type(state).__name__)}{list(jnp.shape(state))}"
-        raise SparseError(f"{name} is {jnp.dtype(dtype)}{list(shape)} for this table, not {have}")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import recom_jax
-from recom_jax import sparse
+from recom_jax import sparse, sparse_sums
 from recom_jax.sparse_lookup import MODES, positions
 
 ROWS, DIM = 7, 3
@@ -167,6 +167,7 @@ def test_sums_have_the_bits_of_the_dense_gradient_on_a_cpu() -> None:
     assert same_bits(np.asarray(sums)[: len(set(where.tolist()) - {ROWS})], np.asarray(dense))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("size", [0, 1, 2, 64])
 def test_pairwise_sums(size: int) -> None:
     rng = np.random.default_rng(size)
@@ -175,7 +176,7 @@ def test_pairwise_sums(size: int) -> None:
     first = np.r_[[True] * min(size, 1), ids[1:] != ids[:-1]].astype(bool)
     run = jnp.asarray(np.cumsum(first) - 1, jnp.int32)
     args = (jnp.asarray(grads), run, jnp.asarray(first))
-    pairwise, in_order = (jax.jit(f) for f in (sparse._pairwise, sparse._in_order))
+    pairwise, in_order = (jax.jit(f) for f in (sparse_sums.pairwise, sparse_sums.in_order))
     np.testing.assert_allclose(pairwise(*args), in_order(*args), rtol=1e-5, atol=1e-6)
     if size > 3:
         grads[ids == ids[1]] = np.nan
@@ -199,6 +200,7 @@ def test_updates_equal_the_formula(name: str, data: Any) -> None:
     check(name, table, ids, grads, mode)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", RULES)
 def test_odd_shapes(name: str) -> None:
     table, ids, grads = made(1, 6)
@@ -209,6 +211,7 @@ def test_odd_shapes(name: str) -> None:
     check(name, table, np.full(6, -1, np.int32), grads, "zero")  # padding alone
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_tables_are_rounded_once(name: str, dtype: str) -> None:
@@ -229,6 +232,7 @@ def test_other_rows_of_a_bfloat16_table_keep_every_bit() -> None:
     assert np.flatnonzero(changed.any(1)).tolist() == [5]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", RULES)
 def test_nan_and_infinity_stay_in_their_row(name: str) -> None:
     table, _, grads = made(3, 4)
@@ -242,6 +246,7 @@ def test_nan_and_infinity_stay_in_their_row(name: str) -> None:
     assert same_bits(np.asarray(tables)[[0, 3, 5, 6]], np.asarray(table)[[0, 3, 5, 6]])
 
 
+@pytest.mark.once
 def test_zero_state_and_zero_gradient_move_nothing() -> None:
     table, ids, _ = made(4, 5, low=0, high=ROWS)
     zero = np.zeros((5, DIM), np.float32)
@@ -251,6 +256,7 @@ def test_zero_state_and_zero_gradient_move_nothing() -> None:
     assert same_bits(np.asarray(new), np.asarray(table))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", RULES)
 def test_vmap_over_stacked_tables(name: str) -> None:
     parts = [made(k, 9) for k in range(3)]
@@ -392,6 +398,7 @@ def test_empty_batch_and_nothing_to_train() -> None:
     assert grads[0].grads.shape == (0, 4)  # a table that no feature reads
 
 
+@pytest.mark.once
 def test_a_rate_may_change_from_step_to_step() -> None:
     table, ids, grads = made(9, 5)
     step = jax.jit(
@@ -454,6 +461,7 @@ def test_no_gradient_and_no_copy_is_as_large_as_a_table(name: str, dtype: str) -
 # ---- errors --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_errors_are_ours_and_name_what_is_wrong() -> None:
     table, ids, grads = made(10, 4)
     good = sparse.RowGrads(jnp.asarray(ids), jnp.asarray(grads))
