@@ -176,7 +176,7 @@ def sgd(
     """
     where, grads = summed(table, ids, row_grads, mode)
     if 0 in table.shape:
-        return table
+        return jnp.asarray(table)
     return subtract(table, where, scalar(lr, grads.dtype) * grads)
 
 
@@ -215,7 +215,7 @@ def adagrad(
     where, grads = summed(table, ids, row_grads, mode)
     check_state("squares", squares, table.shape, wide(table.dtype))
     if 0 in table.shape:
-        return table, squares
+        return jnp.asarray(table), jnp.asarray(squares)
     total = scatter_add(squares, where, grads * grads)
     here = total.at[where].get(mode="fill", fill_value=0)
     scale = jnp.where(here > 0, jax.lax.rsqrt(here + eps), 0)
@@ -259,7 +259,7 @@ def rowwise_adagrad(
     where, grads = summed(table, ids, row_grads, mode)
     check_state("moments", moments, table.shape[:1], wide(table.dtype))
     if 0 in table.shape:
-        return table, moments
+        return jnp.asarray(table), jnp.asarray(moments)
     mean = jnp.sum(grads * grads, axis=1) / table.shape[1]
     total = scatter_add(moments, where, mean)
     here = total.at[where].get(mode="fill", fill_value=0)

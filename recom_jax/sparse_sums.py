@@ -25,6 +25,7 @@ def combine(ids: jax.Array, grads: jax.Array, num_rows: int) -> tuple[jax.Array,
       (ids [N], sums [N, D]): each id once, ascending; what is not used has the id `num_rows` at the end. Sums of 16-bit
       floats are float32.
     """
+    ids, grads = jnp.asarray(ids), jnp.asarray(grads)
     size = ids.shape[0]
     place = jnp.arange(size, dtype=jnp.int32)
     ids, order = jax.lax.sort((ids, place), num_keys=1, is_stable=True)
@@ -78,19 +79,20 @@ def pairwise(grads: jax.Array, run: jax.Array, first: jax.Array) -> jax.Array:
         return 2 * step, sums + jnp.where(there[:, None], before, 0)
 
     _, sums = jax.lax.while_loop(more, add, (jnp.int32(1), grads))
-    last = jnp.concatenate([first[1:], jnp.ones(min(size, 1), bool)])
+    last = jnp.concatenate([first[1:], jnp.ones_like(first[:1])])
     return jnp.zeros_like(grads).at[jnp.where(last, run, size)].set(sums, mode="drop")
 
 
 def scatter_add(array: jax.Array, where: jax.Array, values: jax.Array) -> jax.Array:
     """Adds to the rows of `array` that `where` names, each once. Rows behind the end are none."""
-    return array.at[where].add(values, mode="drop", indices_are_sorted=True)
+    return jnp.asarray(array).at[where].add(values, mode="drop", indices_are_sorted=True)
 
 
 def subtract(table: jax.Array, where: jax.Array, change: jax.Array) -> jax.Array:
     """``table[where] -= change``, in the wider type of the two, rounded once."""
     if change.dtype == table.dtype:
         return scatter_add(table, where, -change)
+    table = jnp.asarray(table)
     old = table.at[where].get(mode="fill", fill_value=0).astype(change.dtype)
     # Without the barrier a compiler may read the table inside the update, and so need a copy of it.
     new = jax.lax.optimization_barrier((old - change).astype(table.dtype))
