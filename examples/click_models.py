@@ -1,7 +1,7 @@
 """DLRM and DCN-v2 with sparse updates of their tables: no gradient is ever as large as a table.
 
-The step looks rows up, differentiates the loss with respect to *the rows*, and scatters the update into the tables,
-which are donated. `corun.stage` marks where its stages end.
+The step looks rows up, differentiates the loss with respect to *the rows*, and updates those rows of the tables, which
+are donated (`recom_jax.sparse`). `corun.stage` marks where its stages end.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 import recom_jax
 from examples.mlp import Mlp, apply_mlp, init_mlp
-from recom_jax import corun
+from recom_jax import corun, sparse
 
 State = dict[str, Any]
 Batch = dict[str, Any]
@@ -66,8 +66,16 @@ class ClickModel:
         ]
         state: State = {"tables": tables, "layers": self.init_layers(rng)}
         if self.optimizer == "adagrad":
-            state["squares"] = jax.tree.map(lambda w: jnp.full(w.shape, 1e-6, w.dtype), dict(state))
+            squares = jax.tree.map(lambda w: jnp.full(w.shape, 1e-6, w.dtype), state["layers"])
+            state["squares"] = {"tables": self.rule.init(tables), "layers": squares}
         return state
+
+    @property
+    def rule(self) -> sparse.Sgd | sparse.Adagrad:
+        """How tables are updated."""
+        if self.optimizer == "sgd":
+            return sparse.Sgd(self.rate)
+        return sparse.Adagrad(self.rate, initial=1e-6, eps=0.0)
 
     def init_layers(self, rng: np.random.Generator) -> dict[str, Any]:
         raise NotImplementedError
@@ -98,50 +106,25 @@ class ClickModel:
 
     def update(self, state: State, d_layers: Any, d_rows: jax.Array, ids: jax.Array) -> State:
         """SGD or Adagrad on the layers and on the rows that were read."""
-        spread = [self.spread(ids[:, k], d_rows[:, k], n) for k, n in enumerate(self.rows)]
+        fields = range(len(self.rows))
+        grads = sparse.row_grads(
+            state["tables"],
+            [ids[:, k] for k in fields],
+            [d_rows[:, k] for k in fields],
+            sparse.Lookup() if ids.ndim == 2 else sparse.Lookup("zero", "sum"),
+        )
         if self.optimizer == "sgd":
-            tables = [
-                table.at[where].add(-self.rate * grad, mode="drop")
-                for table, (where, grad) in zip(state["tables"], spread, strict=True)
-            ]
+            tables, _ = self.rule.update(state["tables"], [()] * len(self.rows), grads)
             layers = jax.tree.map(lambda w, g: w - self.rate * g, state["layers"], d_layers)
             return {"tables": tables, "layers": layers}
         squares = state["squares"]
+        tables, table_squares = self.rule.update(state["tables"], squares["tables"], grads)
         sums = jax.tree.map(lambda s, g: s + g * g, squares["layers"], d_layers)
         layers = jax.tree.map(
             lambda w, g, s: w - self.rate * g / jnp.sqrt(s), state["layers"], d_layers, sums
         )
-        tables, table_sums = [], []
-        for k, (all_ids, grads) in enumerate(spread):
-            table = state["tables"][k]
-            where, grad = combine(all_ids, grads, self.rows[k])
-            total = squares["tables"][k].at[where].add(grad * grad, mode="drop")
-            scale = jax.lax.rsqrt(total.at[where].get(mode="fill", fill_value=1.0))
-            tables.append(table.at[where].add(-self.rate * grad * scale, mode="drop"))
-            table_sums.append(total)
-        return {
-            "tables": tables,
-            "layers": layers,
-            "squares": {"tables": table_sums, "layers": sums},
-        }
-
-    def spread(self, ids: jax.Array, grad: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-        """Ids [N] and gradients [N, dim] of the rows read from one table; no id becomes the id `rows`."""
-        if ids.ndim == 1:
-            return ids, grad
-        flat = jnp.where(ids < 0, rows, ids).reshape(-1)
-        return flat, jnp.broadcast_to(grad[:, None], (*ids.shape, self.dim)).reshape(-1, self.dim)
-
-
-def combine(ids: jax.Array, grads: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """The gradients of repeated ids added up: (ids [B], sums [B, dim]); unused entries have the id `rows`."""
-    size = ids.shape[0]
-    order = jnp.argsort(ids)
-    ids, grads = ids[order], grads[order]
-    first = jnp.concatenate([jnp.ones(min(size, 1), bool), ids[1:] != ids[:-1]])
-    run = jnp.cumsum(first.astype(jnp.int32)) - 1
-    sums = jax.ops.segment_sum(grads, run, size, indices_are_sorted=True)
-    return jnp.full(size, rows, ids.dtype).at[run].set(ids), sums
+        made = {"tables": table_squares, "layers": sums}
+        return {"tables": tables, "layers": layers, "squares": made}
 
 
 @dataclasses.dataclass(frozen=True)

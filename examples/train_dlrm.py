@@ -119,7 +119,10 @@ def restore(folder: pathlib.Path, like: Any) -> tuple[Any, int]:
     import orbax.checkpoint as ocp
 
     with ocp.StandardCheckpointer() as reader:
-        found = reader.restore((folder / "orbax").absolute(), tree)
+        try:
+            found = reader.restore((folder / "orbax").absolute(), tree)
+        except ValueError as why:
+            raise ValueError(f"{folder}: not what the model has: {why}") from why
     return found["state"], int(found["position"])
 
 

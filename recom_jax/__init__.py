@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recom_jax import errors, export, ffi, strings
+from recom_jax import errors, export, ffi, sparse, strings
 from recom_jax.api import OptimizedFunction, optimize, stats
 from recom_jax.errors import (
     ArgumentError,
@@ -18,6 +18,7 @@ from recom_jax.errors import (
     OptionError,
     PlatformError,
     RecomError,
+    SparseError,
     StringError,
     TensorFlowError,
     TraceError,
@@ -47,6 +48,7 @@ __all__ = [
     "PlatformError",
     "RecomError",
     "Report",
+    "SparseError",
     "StringError",
     "TensorFlowError",
     "TraceError",
@@ -56,6 +58,7 @@ __all__ = [
     "export",
     "ffi",
     "optimize",
+    "sparse",
     "stats",
     "strings",
 ]

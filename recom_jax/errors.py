@@ -81,6 +81,10 @@ class StringError(RecomError, ValueError):
     """Strings that cannot be hashed as asked: nulls, lists that are too long, a bucket count out of range."""
 
 
+class SparseError(RecomError, ValueError):
+    """Tables, ids and gradients of a sparse update do not fit each other."""
+
+
 class CudaError(RecomError, RuntimeError):
     """The CUDA target lacks a library, or its compiler refused the kernel."""
 

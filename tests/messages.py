@@ -13,6 +13,7 @@ RAISED = (
     "ArgumentError", "BatchError", "BatchTypeError", "BindError", "BindTypeError", "DeletedError", "EncodeError",
     "BucketError", "LeaseError", "OptionError", "PipelineError", "PlatformError", "PreprocessError",
     "PreprocessTypeError", "Refuse", "Unsafe", "MismatchError", "StringError", "ExportError", "TensorFlowError",
+    "SparseError",
 )  # fmt: skip
 WARNED = ("warn_once", "warn")
 

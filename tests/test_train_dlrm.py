@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from examples import criteo, train_dlrm
-from examples.click_models import MODELS, Dlrm, auc, combine
+from examples.click_models import MODELS, Dlrm, auc
 from examples.criteo import CATEGORIES, DENSE
 from examples.criteo_raw import RawCriteo, RawParquet, ZipfRows, write_parquet
 from recom_jax import corun
@@ -98,10 +98,7 @@ def test_no_gradient_is_as_large_as_a_table() -> None:
     assert "recom_fused_v1" in text
 
 
-def test_combine_and_auc() -> None:
-    ids, sums = combine(jnp.array([3, 1, 3, 3]), jnp.arange(8.0).reshape(4, 2), 9)
-    assert ids.tolist() == [1, 3, 9, 9] and sums[:2].tolist() == [[2, 3], [10, 13]]
-    assert combine(jnp.zeros(0, jnp.int32), jnp.zeros((0, 2)), 9)[0].shape == (0,)
+def test_auc() -> None:
     rng = np.random.default_rng(0)
     scores, labels = rng.integers(0, 9, 60).astype(float), rng.integers(0, 2, 60)
     pairs = [

@@ -18,6 +18,7 @@ from benchmarks.cases import (
     others,
     scaling,
     stages,
+    sparse,
     strings,
     tensorflow_e,
 )
@@ -65,6 +66,7 @@ ALL = (
         package="tensorflow",
     ),
     Case("corun", "RAP: preprocessing beside training", 8, corun.run),
+    Case("sparse", "Sparse training steps by table size", 5, sparse.run),
     Case("idioms", "Every idiom against plain jit", 5, idioms.run),
     Case("gpu_recflex", "CUDA: kernel times of RecFlex", 2, gpu.run_recflex, gpu=True),
     Case("gpu_kernels", "CUDA: kernel times of E and F", 3, gpu.run_kernels, gpu=True),
