@@ -17,8 +17,8 @@ from benchmarks.cases import (
     models,
     others,
     scaling,
-    stages,
     sparse,
+    stages,
     strings,
     tensorflow_e,
 )
