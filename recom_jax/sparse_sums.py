@@ -18,7 +18,7 @@ def combine(ids: jax.Array, grads: jax.Array, num_rows: int) -> tuple[jax.Array,
     how threads run.
 
     Args:
-      ids: integers [N] in [0, num_rows); `num_rows` stands for none.
+      ids: integers [N] in [0, num_rows); others stand for none.
       grads: floats [N, D].
 
     Returns:
@@ -28,7 +28,10 @@ def combine(ids: jax.Array, grads: jax.Array, num_rows: int) -> tuple[jax.Array,
     ids, grads = jnp.asarray(ids), jnp.asarray(grads)
     size = ids.shape[0]
     place = jnp.arange(size, dtype=jnp.int32)
-    ids, order = jax.lax.sort((ids, place), num_keys=1, is_stable=True)
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(jnp.int32)
+    ids = jnp.where((ids < 0) | (ids > num_rows), num_rows, ids)
+    ids, order = _in_id_order(ids, place, num_rows)
     grads = grads.astype(wide(grads.dtype)).at[order].get(mode="promise_in_bounds")
     first = (place == 0) | (ids != jnp.concatenate([ids[:1], ids[:-1]]))
     run = jnp.cumsum(first.astype(jnp.int32)) - 1
@@ -51,6 +54,17 @@ def summed(table: Any, ids: Any, grads: Any, mode: str) -> tuple[jax.Array, jax.
         )
     flat = jnp.asarray(grads).astype(wide(table.dtype)).reshape(ids.size, width)
     return combine(positions(ids, size, mode).reshape(-1), flat, size)
+
+
+def _in_id_order(ids: jax.Array, place: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """(ids, places), sorted by id and then place."""
+    size = ids.shape[0]
+    if not isinstance(size, int) or size == 0 or size * (num_rows + 1) > 2**32:
+        ids, place = jax.lax.sort((ids, place), num_keys=1, is_stable=True)
+        return ids, place
+    # One number for both: a CPU sorts plain numbers several times faster than pairs.
+    keys = jax.lax.sort(ids.astype(jnp.uint32) * jnp.uint32(size) + place.astype(jnp.uint32))
+    return (keys // size).astype(ids.dtype), (keys % size).astype(place.dtype)
 
 
 def in_order(grads: jax.Array, run: jax.Array, first: jax.Array) -> jax.Array:

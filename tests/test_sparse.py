@@ -155,6 +155,18 @@ def test_combine() -> None:
     assert sums.dtype == jnp.float32 and sums[0, 0] == 1000
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("num_rows", [50, 2**22 - 1, 2**22, 2**31 - 2])
+def test_combine_of_small_and_large_tables(num_rows: int) -> None:
+    rng = np.random.default_rng(num_rows)
+    ids = rng.choice([0, 3, num_rows - 1, num_rows, -1], 1024).astype(np.int32)
+    grads = rng.integers(-9, 9, (1024, 2)).astype(np.float32)
+    once, sums = jax.jit(sparse.combine, static_argnums=2)(ids, grads, num_rows)
+    assert once.tolist() == [0, 3, num_rows - 1] + [num_rows] * 1021
+    for row, total in zip([0, 3, num_rows - 1], np.asarray(sums), strict=False):
+        assert total.tolist() == grads[ids == row].sum(0).tolist()
+
+
 def test_sums_have_the_bits_of_the_dense_gradient_on_a_cpu() -> None:
     if jax.default_backend() != "cpu":
         pytest.skip("sums are made pairwise elsewhere")
