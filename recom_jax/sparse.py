@@ -241,8 +241,8 @@ def rowwise_adagrad(
     """``moments[i] += mean(g * g)``, then ``table[i] -= lr * g / (sqrt(moments[i]) + eps)``: one number a row.
 
     The exact row-wise Adagrad of FBGEMM (``EXACT_ROWWISE_ADAGRAD`` without weight decay); Mudigere et al.,
-    Software-hardware co-design for fast and scalable training of deep learning recommendation models, ISCA 2022,
-    section 4. "Exact": g is the sum of all of i's gradients in the batch, squared once. Where a moment is 0, nothing
+    Software-hardware co-design for fast and scalable training of deep learning recommendation models, ISCA 2022.
+    "Exact": g is the sum of all of i's gradients in the batch, squared once. Where a moment is 0, nothing
     moves.
 
     Args:
