@@ -12,6 +12,19 @@ namespace {
 // Python; its gc callback is one such entry, and the cheapest (1 us for generation 0).
 void CollectGarbage(int generation) { py::module_::import("gc").attr("collect")(generation); }
 
+// A full collection, which holds the GIL for as long as the heap is large: one in two seconds,
+// however many threads wait. False if it was not yet time. Called under the GIL.
+bool CollectAll() {
+  using Clock = std::chrono::steady_clock;
+  static Clock::time_point next{};
+  if (Clock::now() < next) return false;
+  next =
+      Clock::now() + std::chrono::seconds(2);  // the collection may run Python, and be interrupted
+  CollectGarbage(2);
+  next = Clock::now() + std::chrono::seconds(2);
+  return true;
+}
+
 std::atomic<int64_t> live_views{0};
 
 struct ViewHold {
@@ -83,8 +96,8 @@ std::shared_ptr<Lease> Acquire(Ring& ring, std::optional<double> timeout_s, doub
     if (auto lease = TryAcquire(ring)) return lease;
     if (elapsed() > next_full) {
       next_full = elapsed() + 2.0;
-      CollectGarbage(2);
-      if (auto lease = ring.Take()) return lease;
+      if (CollectAll())
+        if (auto lease = ring.Take()) return lease;
     }
     const double left = limit - elapsed();
     if (!(left > 0)) break;
