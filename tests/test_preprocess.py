@@ -18,6 +18,8 @@ import recom_jax
 from recom_jax import preprocess as pp
 from recom_jax.preprocess import words
 
+pytestmark = pytest.mark.once
+
 MASK = (1 << 64) - 1
 RNG = np.random.default_rng(0)
 EDGES = np.array(

@@ -17,6 +17,8 @@ from tests import cuda_emulation
 from tests.helpers import check
 from tests.test_preprocess import RAW, sigrid
 
+pytestmark = pytest.mark.once
+
 # ---- raw batches -------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from jax import lax
 import recom_jax
 from tests.helpers import VERIFY, assert_same, check, run, table
 
+pytestmark = pytest.mark.once
+
 SUM = 1e-4
 T = np.array(table(5, 2))
 N = T.shape[0]

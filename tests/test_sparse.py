@@ -17,6 +17,8 @@ import recom_jax
 from recom_jax import sparse, sparse_sums
 from recom_jax.sparse_lookup import MODES, positions
 
+pytestmark = pytest.mark.once
+
 ROWS, DIM = 7, 3
 RULES: dict[str, Any] = {
     "sgd": sparse.Sgd(0.1),
