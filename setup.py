@@ -56,13 +56,13 @@ def jaxlib_include() -> str:
 
 
 def fingerprint(ext: Extension, command: list[str]) -> str:
-    """Of all that an object file depends on, Python apart."""
+    """Of all that an object file depends on, its source and Python apart."""
     asked = subprocess.run([command[0], "--version"], capture_output=True, text=True)
     # Where jaxlib lies differs between build environments; what it holds counts.
     flags = [x for x in command if x != jaxlib_include()]
     digest = hashlib.sha256(repr((flags, asked.stdout)).encode())
     headers = pathlib.Path(jaxlib_include(), "xla", "ffi", "api").glob("*.h")
-    for path in [*ext.depends, *ext.sources, *sorted(map(str, headers))]:
+    for path in [*ext.depends, *sorted(map(str, headers))]:
         digest.update(pathlib.Path(path).read_bytes())
     return digest.hexdigest()[:16]
 
@@ -114,7 +114,8 @@ class ParallelBuildExt(build_ext):
                     depends=ext.depends,
                 )
                 return objects
-            found = kept / f"{pathlib.Path(source).stem}.o"
+            text = hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()[:16]
+            found = kept / f"{pathlib.Path(source).stem}-{text}.o"
             if not found.exists():
                 partial = found.with_suffix(f".{os.getpid()}")
                 self.spawn([compiler, *plain, "-c", source, "-o", str(partial)])

@@ -109,6 +109,7 @@ def bags_of_positions(kind: str, dtype: str, bags: int, total: int) -> tuple[Mod
     return recom_jax.optimize(model, options=VERIFY), jax.jit(model)
 
 
+@pytest.mark.once
 @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
 @hypothesis.given(
     kind=st.sampled_from(["splits", "lengths"]),
