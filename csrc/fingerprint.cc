@@ -4,11 +4,8 @@
 
 #include "fingerprint.h"
 
-#include <algorithm>
 #include <cstring>
-#include <thread>
 #include <utility>
-#include <vector>
 
 namespace recom {
 namespace {
@@ -121,26 +118,6 @@ uint64_t fingerprint64(const char* s, size_t n) {
   if (n <= 16) return upto16(s, n);
   if (n <= 32) return upto32(s, n);
   return n <= 64 ? upto64(s, n) : longer(s, n);
-}
-
-void fingerprints(const char* data, const int64_t* offsets, int64_t n, int threads, uint64_t* out) {
-  const auto run = [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      out[i] = fingerprint64(data + offsets[i], static_cast<size_t>(offsets[i + 1] - offsets[i]));
-    }
-  };
-  // A thread costs as much as some thousand short strings.
-  const int64_t pays = std::max<int64_t>(1, n / 8192);
-  const int64_t wanted =
-      threads > 0 ? threads : std::max<int64_t>(1, std::thread::hardware_concurrency());
-  const int64_t parts =
-      threads > 0 ? std::min(wanted, std::max<int64_t>(n, 1)) : std::min(wanted, pays);
-  std::vector<std::thread> helpers;
-  for (int64_t k = 1; k < parts; ++k) {
-    helpers.emplace_back(run, n * k / parts, n * (k + 1) / parts);
-  }
-  run(0, n / parts);
-  for (std::thread& t : helpers) t.join();
 }
 
 }  // namespace recom

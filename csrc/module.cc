@@ -13,7 +13,6 @@
 #include "cuda_module.h"
 #include "cuda_stage.h"
 #include "ffi_handler.h"
-#include "fingerprint.h"
 #include "interp.h"
 #include "kernels.h"
 #include "packing.h"
@@ -209,26 +208,6 @@ py::dict cuda_handlers() {
   return d;
 }
 
-py::array_t<uint64_t> fingerprint_strings(const py::array_t<uint8_t, py::array::c_style>& data,
-                                          const py::array_t<int64_t, py::array::c_style>& offsets,
-                                          int threads) {
-  const py::ssize_t n = offsets.size() - 1;
-  const int64_t* at = offsets.data();
-  bool ascend = n >= 0 && at[0] >= 0;
-  for (py::ssize_t i = 0; ascend && i < n; ++i) ascend = at[i] <= at[i + 1];
-  if (!ascend || at[n] > data.size()) {
-    throw py::value_error("offsets are ascending places in the data, one more than strings");
-  }
-  py::array_t<uint64_t> out(n);
-  uint64_t* const made = out.mutable_data();
-  const char* const bytes = reinterpret_cast<const char*>(data.data());
-  {
-    py::gil_scoped_release release;
-    fingerprints(bytes, at, n, threads, made);
-  }
-  return out;
-}
-
 }  // namespace
 }  // namespace recom
 
@@ -246,9 +225,6 @@ PYBIND11_MODULE(_recom, m) {
       py::arg("program"), "Raises ValueError if the program is malformed.");
   m.def("set_stage_delay", &recom::set_stage_delay, py::arg("microseconds"),
         "Tests only: emulated staging copies sleep first.");
-  m.def("fingerprint64", &recom::fingerprint_strings, py::arg("data"), py::arg("offsets"),
-        py::arg("threads") = 0,
-        "uint64[n]: Fingerprint64 of data[offsets[i], offsets[i + 1]), without the GIL.");
   bind_packing(m);
   bind_strings(m);
   recom::bind_cuda(m);

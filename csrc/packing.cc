@@ -164,6 +164,9 @@ void bind_packing(py::module_& module) {
   module.def(
       "arena_bytes", [](const py::iterable& specs) { return MakeLayout(specs)->total_bytes; },
       py::arg("specs"));
+  module.def("collect_all", &CollectAll,
+             "A full collection for threads that wait for a slot: one in two seconds. Whether it "
+             "was time.");
   module.def("lease_of", &LeaseOf, py::arg("array"),
              "The Slot that leased an array's memory (any ring's), or None.");
   module.def("lease_among", &LeaseAmong, py::arg("leaves"),

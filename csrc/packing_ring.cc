@@ -12,19 +12,6 @@ namespace {
 // Python; its gc callback is one such entry, and the cheapest (1 us for generation 0).
 void CollectGarbage(int generation) { py::module_::import("gc").attr("collect")(generation); }
 
-// A full collection, which holds the GIL for as long as the heap is large: one in two seconds,
-// however many threads wait. False if it was not yet time. Called under the GIL.
-bool CollectAll() {
-  using Clock = std::chrono::steady_clock;
-  static Clock::time_point next{};
-  if (Clock::now() < next) return false;
-  next =
-      Clock::now() + std::chrono::seconds(2);  // the collection may run Python, and be interrupted
-  CollectGarbage(2);
-  next = Clock::now() + std::chrono::seconds(2);
-  return true;
-}
-
 std::atomic<int64_t> live_views{0};
 
 struct ViewHold {
@@ -42,6 +29,17 @@ struct ViewHold {
 };
 
 }  // namespace
+
+bool CollectAll() {
+  using Clock = std::chrono::steady_clock;
+  constexpr auto pause = std::chrono::seconds(2);
+  static Clock::time_point next{};
+  if (Clock::now() < next) return false;
+  next = Clock::now() + pause;  // the collection may run Python, and be interrupted
+  CollectGarbage(2);
+  next = Clock::now() + pause;
+  return true;
+}
 
 std::shared_ptr<Lease> Ring::Take() {
   auto lease = std::make_shared<Lease>();

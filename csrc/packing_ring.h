@@ -158,6 +158,9 @@ struct Lease {
   }
 };
 
+// A full collection, which holds the GIL for as long as the heap is large: one in two seconds,
+// however many threads wait. False if it was not yet time. Called under the GIL.
+bool CollectAll();
 // A free slot, or null.
 std::shared_ptr<Lease> TryAcquire(Ring& ring);
 // Waits for one; raises TimeoutError after that long. `waited_s`: what the caller waited before.

@@ -18,7 +18,6 @@ layout's first use and drops the idle rings used longest ago above `max_bytes`.
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections import OrderedDict
@@ -169,20 +168,6 @@ def _leaf(i: int, names: Sequence[str] | None) -> str:
     return f"leaf {i} ({names[i]})" if names is not None and i < len(names) else f"leaf {i}"
 
 
-_next_collection = 0.0
-
-
-def _collect() -> None:
-    """A full collection, but one in two seconds, however many threads wait: it stops all of them."""
-    global _next_collection
-    if time.monotonic() >= _next_collection:
-        _next_collection = (
-            time.monotonic() + 2.0
-        )  # the collection may run Python, and be interrupted
-        gc.collect()
-        _next_collection = time.monotonic() + 2.0
-
-
 class Staging:
     """Rings of staging slots, one per layout. Thread-safe.
 
@@ -242,7 +227,7 @@ class Staging:
         while slot is None and (waited := time.monotonic() - begun) < limit:
             if waited > full_collection:  # a traceback may hold a slot, and be held by itself
                 full_collection = waited + 2.0
-                _collect()
+                _recom.collect_all()
             if not flights.wait():
                 time.sleep(step)  # other threads are about to call, or to drop their leases
                 step = min(2 * step, 2e-3)

@@ -116,8 +116,9 @@ class Text:
 
     def dot(self, offset: int | None, strides: Sequence[int], axes: Sequence[str]) -> str:
         """offset + sum of index * stride, as text."""
-        none = offset is None or self.u.constants.get(offset) == 0
-        terms = [] if none or offset is None else [self.slot(offset)]
+        terms = []
+        if offset is not None and self.u.constants.get(offset) != 0:
+            terms.append(self.slot(offset))
         for s, axis in zip(strides, axes, strict=True):
             value = self.u.constants.get(s)
             if value == 0:

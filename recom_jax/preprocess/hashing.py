@@ -6,16 +6,13 @@ fingerprints that `fingerprint64` makes of strings on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from recom_jax import ffi
+from recom_jax import strings as text
 from recom_jax.errors import PreprocessError, PreprocessTypeError
 from recom_jax.preprocess import words
 from recom_jax.preprocess.int64 import Int64
-from recom_jax.preprocess.operator import OPERATORS, need_at_least, need_integer, operator
+from recom_jax.preprocess.operator import OPERATORS, need_integer, operator
 from recom_jax.preprocess.values import (
     Column,
     Jagged,
@@ -146,39 +143,25 @@ OPERATORS["hashed_cross"] = hashed_cross
 
 
 def fingerprint64(strings: Any, threads: int | None = None) -> Any:
-    """TensorFlow's ``Fingerprint64`` (FarmHash) of strings, on the host, in C++ threads without the GIL.
+    """TensorFlow's ``Fingerprint64`` (FarmHash) of a column of strings: `recom_jax.strings.fingerprint64`, as a column.
 
     Args:
       strings: (B,) str or bytes: a list, a numpy array, or a pyarrow array (nulls stay null; lists of strings give
         `Jagged`). str is hashed as UTF-8.
-      threads: how many (default: one for each core, fewer for short columns).
+      threads: at most so many (default: as many as there are cores, up to 8).
 
     Returns:
       `Int64` of unsigned fingerprints, of numpy words; `Nullable` or `Jagged` of them for such pyarrow arrays.
+
+    Raises:
+      ArgumentError, PreprocessTypeError (TypeErrors): not strings.
+      StringError (a ValueError): a null outside of a pyarrow array, or a str without UTF-8 form.
     """
-    if threads is not None:
-        need_at_least("fingerprint64", 1, threads=threads)
     if type(strings).__module__.partition(".")[0] == "pyarrow":
         from recom_jax.preprocess.ingest import fingerprint_arrow
 
-        return fingerprint_arrow(strings, threads or 0)
-    data: list[bytes] = []
-    for k, s in enumerate(
-        strings if isinstance(strings, Sequence) else np.asarray(strings).tolist()
-    ):
-        if not isinstance(s, (str, bytes)):
-            raise PreprocessTypeError(
-                f"fingerprint64: element {k} is {type(s).__name__}, not str or bytes"
-            )
-        data.append(s.encode() if isinstance(s, str) else s)
-    offsets = np.zeros(len(data) + 1, np.int64)
-    np.cumsum([len(s) for s in data], out=offsets[1:])
-    return fingerprints(np.frombuffer(b"".join(data), np.uint8), offsets, threads or 0)
-
-
-def fingerprints(data: np.ndarray, offsets: np.ndarray, threads: int) -> Int64:
-    """Fingerprints of ``data[offsets[i]:offsets[i + 1]]``. data: uint8; offsets: int64, within data, ascending."""
-    return Int64(ffi.extension().fingerprint64(data, offsets, threads))
+        return fingerprint_arrow(strings, threads)
+    return Int64(text.fingerprint64(strings, threads=threads))
 
 
 __all__ = ["fingerprint64", "hash_bucket", "hashed_cross", "sigrid_hash"]

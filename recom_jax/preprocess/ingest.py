@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from recom_jax import compat
+from recom_jax import strings as text
 from recom_jax.errors import PreprocessError, PreprocessTypeError
 from recom_jax.preprocess.int64 import Int64
 from recom_jax.preprocess.values import (
@@ -126,7 +127,7 @@ def from_arrow(x: Any, *, min_capacity: int = 64) -> Column:
         values = from_arrow(inner)
         return Jagged(_padded(values, ladder(len(inner), min_capacity)), splits, valid)
     if _is_text(kind):
-        return fingerprint_arrow(x, 0)
+        return fingerprint_arrow(x, None)
     if pa.types.is_null(kind):
         raise PreprocessTypeError(
             "a pyarrow column without a type (all null); give the schema a type"
@@ -141,27 +142,18 @@ def from_arrow(x: Any, *, min_capacity: int = 64) -> Column:
     return Nullable(column(np.asarray(filled.to_numpy(zero_copy_only=False))), valid)
 
 
-def fingerprint_arrow(x: Any, threads: int) -> Column:
+def fingerprint_arrow(x: Any, threads: int | None) -> Column:
     """`fingerprint64` of a pyarrow array of strings, or of lists of strings."""
     import pyarrow as pa
 
-    from recom_jax.preprocess.hashing import fingerprints
-
     x = _one_chunk(x)
-    if pa.types.is_dictionary(x.type):
-        x = x.dictionary_decode()
-    if not _is_text(x.type):
-        if pa.types.is_list(x.type) or pa.types.is_large_list(x.type):
+    kind = x.type.value_type if pa.types.is_dictionary(x.type) else x.type
+    if not _is_text(kind):
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
             return from_arrow(x)
         raise PreprocessTypeError(f"fingerprint64: a pyarrow column of {x.type} holds no strings")
-    x = x.cast(pa.large_binary())
     valid = np.asarray(x.is_valid().to_numpy(zero_copy_only=False), bool)
-    _, offsets, data = x.buffers()
-    at = np.zeros(1, np.int64)
-    if offsets is not None and len(x):
-        at = np.frombuffer(offsets, np.int64)[x.offset : x.offset + len(x) + 1]
-    bytes_ = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
-    return Nullable(fingerprints(bytes_, np.ascontiguousarray(at), threads), valid)
+    return Nullable(Int64(text.fingerprint64(x, nulls=0, threads=threads)), valid)
 
 
 def _is_text(kind: Any) -> bool:
