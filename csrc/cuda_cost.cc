@@ -71,6 +71,15 @@ int columns_per_tile(const UnitShape& u, const Geometry& g, int64_t result_bytes
       std::max<int64_t>(std::min({columns, run, recom_cuda::kThreads / each}), 1));
 }
 
+int64_t jagged_passes(const UnitShape& u, const Geometry& g, int64_t bags_per_pass, double left,
+                      int sms) {
+  const double share = left / (2.0 * kJaggedBlocks * sms);
+  const double passes = std::max(share / g.pass_cost, double{kMaxPasses});
+  const double fit =
+      kStagePositions / std::max(u.positions * static_cast<double>(bags_per_pass), 1.0);
+  return static_cast<int64_t>(std::max(std::min(passes, fit), 1.0));
+}
+
 int64_t passes_per_tile(double pass_cost, double total, int sms) {
   const double target = total / (static_cast<double>(sms) * kTilesPerSm);
   const double passes = std::clamp(target / pass_cost, 1.0, double{kMaxPasses});

@@ -15,6 +15,11 @@ inline constexpr int kBlocksPerSm = 8;
 inline constexpr int kTilesPerSm = 2 * kBlocksPerSm;
 // A block amortises reading its words over passes; more than a few make the tail long.
 inline constexpr int kMaxPasses = 8;
+// Blocks with jagged bags that an SM really holds, for their registers.
+inline constexpr int kJaggedBlocks = 5;
+// Positions that a tile of jagged bags aims at, at most: with some to spare, 4-byte ids of so many
+// fit its stage of shared memory (kStageBytes in recom_tile.cuh).
+inline constexpr double kStagePositions = 3480;
 // A store's run of adjacent columns: a whole cache line.
 inline constexpr int64_t kRunBytes = 128;
 
@@ -42,6 +47,12 @@ Geometry geometry(const UnitShape& unit, double threads, int sms, double slice_p
 // Columns of a run of `run` that share a tile, given one row's bytes in the result.
 int columns_per_tile(const UnitShape& unit, const Geometry& g, int64_t result_bytes, int64_t run,
                      double threads, int sms);
+
+// Passes of a tile of jagged bags, with `left` of the launch's cost not yet cut: half of what a
+// block's share of it is, so that tiles shrink towards the end, but no fewer than pay for a tile's
+// beginning. (Guided self-scheduling, Polychronopoulos and Kuck 1987.)
+int64_t jagged_passes(const UnitShape& unit, const Geometry& g, int64_t bags_per_pass, double left,
+                      int sms);
 
 // Passes of a tile so that a launch of `total` cost has about kTilesPerSm tiles an SM.
 int64_t passes_per_tile(double pass_cost, double total, int sms);

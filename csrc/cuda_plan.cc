@@ -269,26 +269,30 @@ class Planner {
       passes += g.passes;
     }
     const int64_t least = 1 + static_cast<int64_t>(passes / kMaxTiles);
-    std::vector<std::pair<double, Tile>> tiles;
+    // The heaviest start first, so that none is left over at the end. Jagged tiles shrink on the
+    // way.
+    std::stable_sort(groups.begin(), groups.end(), [](const Group& a, const Group& b) {
+      return a.geometry.pass_cost > b.geometry.pass_cost;
+    });
+    double left = total;
+    std::vector<Tile> tiles;
     for (const Group& g : groups) {
       const Unit& u = units[g.unit];
-      const int64_t each = std::max(passes_per_tile(g.geometry.pass_cost, total, call_.sms), least);
+      const int64_t wanted =
+          u.shape.form == recom_cuda::kJagged
+              ? jagged_passes(u.shape, g.geometry, g.bags_per_pass, left, call_.sms)
+              : passes_per_tile(g.geometry.pass_cost, total, call_.sms);
+      const int64_t each = std::max(wanted, least);
+      left -= g.geometry.pass_cost * static_cast<double>(g.passes);
       const int64_t n = (g.passes + each - 1) / each;
       const int64_t even = (g.passes + n - 1) / n;  // passes of equal tiles
       const int64_t step = even * g.bags_per_pass;
       for (int64_t bag = 0; bag < u.shape.bags; bag += step) {
         const int bags = static_cast<int>(std::min(step, u.shape.bags - bag));
-        const double cost = g.geometry.pass_cost * ((bags + g.bags_per_pass - 1) / g.bags_per_pass);
-        tiles.push_back({cost, tile(u, g, first_word[g.unit], bag, bags)});
+        tiles.push_back(tile(u, g, first_word[g.unit], bag, bags));
       }
     }
-    // The heaviest start first, so that none is left over at the end.
-    std::stable_sort(tiles.begin(), tiles.end(),
-                     [](const auto& a, const auto& b) { return a.first > b.first; });
-    std::vector<Tile> out;
-    out.reserve(tiles.size());
-    for (const auto& t : tiles) out.push_back(t.second);
-    return out;
+    return tiles;
   }
 
   static Tile tile(const Unit& u, const Group& g, int64_t words, int64_t bag, int bags) {

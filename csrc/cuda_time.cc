@@ -17,8 +17,11 @@ class Memory {
   Memory(const Driver& d, size_t bytes) : d_(d) {
     d.check(d.mem_alloc(&at_, bytes ? bytes : 16), "allocate memory");
   }
-  Memory(const Driver& d, std::string_view bytes) : Memory(d, bytes.size()) {
-    if (!bytes.empty()) d.check(d.copy_to_device(at_, bytes.data(), bytes.size()), "copy");
+  // In the stream's order: a plain copy from pageable memory may still be under way when a launch
+  // begins.
+  Memory(const Driver& d, std::string_view bytes, Stream stream) : Memory(d, bytes.size()) {
+    if (bytes.empty()) return;
+    d.check(d.copy_to_device_async(at_, bytes.data(), bytes.size(), stream), "copy");
   }
   Memory(Memory&& o) noexcept : d_(o.d_), at_(o.at_) { o.at_ = 0; }
   ~Memory() {
@@ -49,9 +52,11 @@ std::vector<double> time_launches(std::string_view image, int pointers,
   d.check(d.module_load(&module, text.c_str(), 0, nullptr, nullptr), "load a module");
   Function kernel;
   d.check(d.module_function(&kernel, module, "recom_fused"), "find the kernel");
+  Stream stream;
+  d.check(d.stream_create(&stream, kStreamNonBlocking), "create a stream");
   std::vector<Prepared> prepared;
   for (const TimedLaunch& l : launches) {
-    Prepared p{Memory(d, l.tiles), Memory(d, l.words),
+    Prepared p{Memory(d, l.tiles, stream), Memory(d, l.words, stream),
                static_cast<unsigned>(l.tiles.size() / sizeof(recom_cuda::Tile)),
                std::vector<char>(16 + 8 * static_cast<size_t>(pointers))};
     const uint64_t head[2] = {p.tiles.at(), p.words.at()};
@@ -60,8 +65,6 @@ std::vector<double> time_launches(std::string_view image, int pointers,
     prepared.push_back(std::move(p));
   }
   const Memory flush(d, static_cast<size_t>(flush_bytes));
-  Stream stream;
-  d.check(d.stream_create(&stream, kStreamNonBlocking), "create a stream");
   Event begin, end;
   d.check(d.event_create(&begin, 0), "create an event");
   d.check(d.event_create(&end, 0), "create an event");

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -137,6 +138,34 @@ def test_several_launches(name: str) -> None:
     fn, args = as_function(cases)
     bounds = {k: c.tolerance() for k, c in cases.items()}
     check(fn, args, bounds, [Options(pointers=n) for n in (8, 12)])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_bags_longer_than_shared_memory(dtype: Any) -> None:
+    """Tiles whose positions fit the stage, tiles whose do not, and splits that promise more than there is."""
+    rng = np.random.default_rng(3)
+    t = rng.standard_normal((50, 16)).astype(np.float32)
+    w = rng.standard_normal((50, 6)).astype(np.float32)
+    lengths = np.array([3, 0, 5000, 1, 0, 17, 4096, 40, 0, 2])
+    splits = np.concatenate([[0], np.cumsum(lengths)])
+    x = rng.integers(-52, 52, splits[-1]).astype(dtype)
+
+    def fn(args: Any) -> Any:
+        t, w, x, splits = args
+        seg = jnp.searchsorted(splits, jnp.arange(x.shape[0]), side="right") - 1
+        n = splits.shape[0] - 1
+        sums = jax.ops.segment_sum(t[x], seg, num_segments=n)
+        return {"sum": sums, "max": jax.ops.segment_max(w[x], seg, num_segments=n)}
+
+    with jax.enable_x64(dtype is np.int64):
+        for shown in (
+            splits,
+            splits + 9000,
+            splits[::-1].copy(),
+            np.sort(rng.permutation(splits))[::3],
+        ):
+            args = (t, w, x, shown.astype(np.int32))
+            check(fn, args, {"sum": 0.02, "max": 0.0}, (Options(sms=1), Options(tiles=3, order=2)))
 
 
 # ---- random columns --------------------------------------------------------------------------------------------------

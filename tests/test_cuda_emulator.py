@@ -127,6 +127,11 @@ def test_device_functions() -> None:
     assert np.all(y == 1), np.flatnonzero(y != 1)
 
 
+def test_a_block_writes_again_behind_a_barrier() -> None:
+    y = run("p.y[me()] = 1; __syncthreads(); p.y[me() ^ 1] = 2;", grid=2)
+    assert np.all(y[:512] == 2)
+
+
 MISTAKES = {
     "a read behind the end": ("p.y[me()] = p.x[me()];", "read of 4 bytes at offset 2400"),
     "a write behind the end": ("p.y[me()] = 1.0f;", "write of 4 bytes at offset 2400"),
@@ -135,6 +140,10 @@ MISTAKES = {
     "a read of a result": ("if (me() < 9) p.y[me()] = p.y[me() + 9];", "read .* of a result"),
     "a write of an operand": ("const_cast<float*>(p.x)[1] = 2;", "write .* of an operand"),
     "two writers": ("p.y[me() / 2 % 600] = 1;", "thread 0 of the grid wrote"),
+    "two writers of two blocks, behind barriers": (
+        "__syncthreads(); p.y[threadIdx.x] = 1; __syncthreads();",
+        "thread 0 of the grid wrote",
+    ),
     "a vector that is not aligned": (
         "if (me() == 0) { float4 v = *(const float4*)(p.x + 1); p.y[0] = v.x + v.w; }",
         "no multiple of 16",

@@ -226,6 +226,37 @@ def test_jagged_bags(bags, total):
     assert slices == {0: 1, 1: 1, 10: 4, 500: 8}[int(average)]
 
 
+def jagged(n: int, bags: int, positions: int) -> Call:
+    """`n` columns of jagged bags, of so many positions on average."""
+
+    def model(*args: Any) -> Any:
+        t, splits, *values = args
+        seg = jnp.searchsorted(splits, jnp.arange(7), side="right") - 1
+        return [jax.ops.segment_sum(t[x], seg, num_segments=5) for x in values]
+
+    values = [ids((7,), 50, seed=k) for k in range(n)]
+    call = call_of(model, table(50, 16), jnp.zeros(6, jnp.int32), *values)
+    return call.resized(7, bags * positions).resized(6, bags + 1).resized(5, bags)
+
+
+@pytest.mark.parametrize("positions", [1, 20, 400])
+def test_jagged_tiles_fit_the_stage(positions):
+    call = jagged(1, 8000, positions)
+    (launch,) = call.plan(sms=1)
+    check_tiles(call, [launch])
+    assert max(launch["tiles"]["bags"]) * positions <= 3480
+
+
+def test_jagged_tiles_shrink():
+    call = jagged(24, 4096, 2)
+    (launch,) = call.plan(sms=2)
+    check_tiles(call, [launch])
+    bags = launch["tiles"]["bags"].tolist()
+    assert bags[0] >= 2 * bags[-1]
+    last = np.sort(np.unique(launch["tiles"]["words"]))[-1]
+    assert set(launch["tiles"]["words"][-2:]) == {last}  # columns one after the other
+
+
 def test_empty_batch():
     assert lookups(3, 7).resized(7, 0).plan() == []
 

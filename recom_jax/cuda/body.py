@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from recom_jax.cuda.regions import BAGS, Regions
 from recom_jax.cuda.text import TYPES, Unsupported
-from recom_jax.cuda.units import PLAIN, walk
+from recom_jax.cuda.units import JAGGED, PLAIN, walk
 from recom_jax.program import OPERAND, RESULT, Instr
 
 _FORMS = ("kPlain", "kRegion", "kJagged")
@@ -15,6 +15,11 @@ _FORMS = ("kPlain", "kRegion", "kJagged")
 
 class Body(Regions):
     """Writes the function of one unit class."""
+
+    @property
+    def turns(self) -> bool:
+        """Whether warps take bags as they get ready."""
+        return self.u.form == JAGGED and not self.slow
 
     def text(self) -> list[str]:
         u = self.u
@@ -32,6 +37,7 @@ class Body(Regions):
                 self.write(i)
         passes, self.lines = self.lines, []
         self.depth = 1
+        self.checks: list[str] = []
         before = self.before()
         rows = (
             "numbers"
@@ -43,10 +49,11 @@ class Body(Regions):
         if u.width is not None and not self.slow:
             lanes = f"constexpr int kLanes = lanes_for({_FORMS[u.form]}, {u.width}, kVec);"
         share = "1" if u.width is None or self.slow else "kLanes"
+        slices = "const int kSlices = t.slices;"
         name = f"class_{self.number}"
         head = [
             f"// Class {self.number}: {rows}, {form}.",
-            "template <int kVec>",
+            f"template <int kVec{', bool kStaged' if self.turns else ''}>",
             f"__device__ __forceinline__ void {name}(const Params& p, const Tile& t) {{",
         ]
         if self.slow:
@@ -58,9 +65,14 @@ class Body(Regions):
             ]
         head += [
             f"  {lanes}",
+            *([] if u.form == PLAIN else [f"  {slices}"]),
             *([] if u.form == PLAIN else [f"  constexpr int kShare = {share};"]),
-            f"  const Worker me(p, t, kLanes, {stride});",
-            *([] if u.form == PLAIN else ["  const Team<kShare> team(me, t.slices);"]),
+            (
+                "  const WarpWorker me(p, t, kLanes, kSlices);"
+                if self.turns
+                else f"  const Worker me(p, t, kLanes, {stride});"
+            ),
+            *([] if u.form == PLAIN else ["  const Team<kShare> team(me, kSlices);"]),
         ]
         if self.out is not None:
             buffer, offset = self.out.args[1:3]
@@ -77,7 +89,7 @@ class Body(Regions):
                 small = s in u.small
                 value = f"static_cast<i32>(me.word({1 + s}))" if small else f"me.word({1 + s})"
                 head.append(f"  const {'i32' if small else 'i64'} s{s} = {value};")
-        return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), "}"]
+        return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), *self.checks, "}"]
 
     def before(self) -> list[str]:
         """What the whole block finds out before its first bag."""
@@ -93,6 +105,7 @@ class Body(Regions):
         for i in self.u.code:
             if i.op == "JREGION":
                 self.ascending(i)
+        self.stage()
         out, self.lines = self.lines, []
         return out
 
@@ -105,22 +118,28 @@ class Body(Regions):
         if self.slow:
             return
         if splits is None:
-            self.put(f"const bool ascends_{seg} = block_ascends(seg_{seg}, {total});")
-        else:
-            mode, buffer, offset, n = splits
-            at = self.buffer(buffer)
-            at = at if self.u.constants.get(offset) == 0 else f"{at} + {self.slot(offset)}"
-            if mode in BAGS:
-                kind = f"{BAGS[mode]}<{TYPES[self.u.dtypes[buffer]]}>"
-                self.put(f"{kind} bags_{seg}{{{at}, {self.slot(n)}}};")
-                self.put(f"const bool ascends_{seg} = bags_{seg}.ascend(t);")
+            self.check(f"block_ascends(seg_{seg}, {total})")
+            return
+        mode, buffer, offset, n = splits
+        at = self.buffer(buffer)
+        at = at if self.u.constants.get(offset) == 0 else f"{at} + {self.slot(offset)}"
+        if mode in BAGS:
+            kind = f"{BAGS[mode]}<{TYPES[self.u.dtypes[buffer]]}>"
+            self.put(f"{kind} bags_{seg}{{{at}, {self.slot(n)}}};")
+            if mode == "LENGTHS":  # where the tile's first bag begins is found on the way
+                self.put(f"if (!bags_{seg}.ascend(t)) return class_{self.number}_any(p);")
             else:
-                self.put(f"const auto* const splits_{seg} = {at};")
-                self.put(
-                    f"const bool ascends_{seg} = block_ascends([&](i64 k) {{ return "
-                    f"static_cast<i64>(load_one(splits_{seg} + k)); }}, {self.slot(n)});"
-                )
-        self.put(f"if (!ascends_{seg}) return class_{self.number}_any(p);")
+                self.check(f"bags_{seg}.ascend(t)")
+        else:
+            self.put(f"const auto* const splits_{seg} = {at};")
+            self.check(
+                f"block_ascends([&](i64 k) {{ return static_cast<i64>(load_one(splits_{seg} + k)); }}, "
+                f"{self.slot(n)})"
+            )
+
+    def check(self, ascends: str) -> None:
+        """A block asks when it is through: sums hardly ever have to be made again, and no warp waits to begin."""
+        self.checks.append(f"  if (!{ascends}) return class_{self.number}_any(p);")
 
     def width(self) -> str:
         return str(self.u.width) if self.u.width is not None else self.slot(self.u.width_slot)
@@ -133,6 +152,13 @@ class Body(Regions):
             "    const bool on = at + me.first < bags;",
             "    const i32 bag = on ? at + me.first : bags - 1;",
         ]
+        if self.turns:
+            lines[1:] = [
+                "  for (Turn turn(t, me.step); turn.at < bags; turn.end()) {",
+                "    turn.draw();",
+                "    const bool on = turn.at + me.first < bags;",
+                "    const i32 bag = on ? turn.at + me.first : bags - 1;",
+            ]
         outer = self.cls.outer
         if len(outer) > 1:
             lines.append("    i32 rest = bag;")

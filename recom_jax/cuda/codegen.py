@@ -12,7 +12,7 @@ import numpy as np
 
 from recom_jax.cuda.body import Body, Unsupported
 from recom_jax.cuda.text import Schedule
-from recom_jax.cuda.units import JAGGED, Units, units_of
+from recom_jax.cuda.units import JAGGED, Units, units_of, walk
 from recom_jax.program import Program
 
 LAUNCH_MAGIC = 0x48434E554C4D4352
@@ -64,18 +64,29 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
     return Generated("\n".join(lines), np.array(words, np.int64).tobytes())
 
 
+def resident_blocks(units: Units) -> int:
+    """Blocks that a multiprocessor should hold. Five have 48 registers a thread: enough for one plain sum a bag, in
+    vectors of four elements (docs/cuda_target.md)."""
+    for cls in units.classes:
+        pools = [i for i in walk(cls.code) if i.op == "POOL"]
+        if len(pools) > 1 or any(i.args[4] >= 0 for i in pools) or (pools and cls.vec > 4):
+            return 4
+    return 5
+
+
 def _kernel(units: Units, schedule: Schedule) -> list[str]:
-    bounds = f", {schedule.blocks}" if schedule.blocks else ""
+    blocks = schedule.blocks or resident_blocks(units)
     lines = [
-        f'extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads{bounds})',
+        f'extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, {blocks})',
         "recom_fused(const __grid_constant__ recom_cuda::Params p) {",
         "  const recom_cuda::Tile t = p.tiles[blockIdx.x];",
         "  switch (t.cls) {",
     ]
     for k, cls in enumerate(units.classes):
-        call = f"recom_cuda::class_{k}<1>(p, t);"
+        call = f"recom_cuda::class_{k}<1{', false' if cls.form == JAGGED else ''}>(p, t);"
         if cls.vec > 1:
-            call = f"if (t.aligned) recom_cuda::class_{k}<{cls.vec}>(p, t); else {call}"
+            more = ", true" if cls.form == JAGGED else ""
+            call = f"if (t.aligned) recom_cuda::class_{k}<{cls.vec}{more}>(p, t); else {call}"
         lines.append(f"    case {k}: {call} break;")
     return [*lines, "  }", "}"]
 

@@ -17,6 +17,9 @@ from recom_jax.program import Instr, Reg
 
 # How bags lie that a search of this mode finds (recom_tile.cuh).
 BAGS = {"SPLITS": "SplitBags", "LENGTHS": "LengthBags"}
+# What cp.async copies (recom_tile.cuh).
+_STAGED = ("int32", "int64", "uint32", "uint64", "float32", "float64")
+_STAGE_BYTES = 16384
 
 
 class Regions(Text):
@@ -47,6 +50,8 @@ class Regions(Text):
         for b in reductions:
             self.start(b)
         loads = [b for b in first if b.op == "LOAD"]
+        if staged := [b for b in loads if self.stageable(i, b)]:
+            self.staged.append((i, staged))
         flights = f"constexpr int kFlight = {flight}, kOwn = own_numbers(kShare, kFlight);"
         self.put("{")
         self.depth += 1
@@ -67,7 +72,9 @@ class Regions(Text):
             table, base, _ = self.table(b)
             at = table if base == "0" else f"{table} + {base}"
             self.put(f"const auto* const mine{b.args[2]} = kept({at} + f);")
-        rounds = "team.most(end - span.begin)" if self.jagged and not self.slow else "end"
+        rounds = "end"
+        if self.jagged and not self.slow:
+            rounds = "team.most(end - span.begin)"
         self.put(f"const i32 most = {rounds};")
         self.put("for (i32 done = 0; done < most; done += kOwn * team.size) {")
         self.depth += 1
@@ -130,7 +137,7 @@ class Regions(Text):
         self.put("#pragma unroll 1")
         self.put("for (int g = 0; g < kOwn * kShare; g += kFlight) {")
         self.depth += 1
-        self.put("if (done + g * t.slices >= most) break;")
+        self.put("if (done + g * kSlices >= most) break;")
         for r in sorted(numbers):
             self.put(f"{self.type_of(r)} r{r}[kFlight];")
             self.unrolled("u", "kFlight", f"r{r}[u] = team.share(now[u / kShare].r{r}, g + u);")
@@ -257,7 +264,7 @@ class Regions(Text):
         self,
         region: Instr,
         wanted: bool,
-        at: str = "q0 + (g + u) * t.slices + me.slice",
+        at: str = "q0 + (g + u) * kSlices + me.slice",
         inside: bool = False,
     ) -> None:
         """Names the position's index: behind the last one, the last one's, unless it is known to be `inside`."""
@@ -283,14 +290,52 @@ class Regions(Text):
         if not self.jagged or self.slow:
             self.put("const Range span{0, total};")
             return
+        self.put(f"const Range span = {self.range_of(i, 'bag')};")
+
+    def range_of(self, i: Instr, bag: str) -> str:
+        """The positions of a jagged bag, as text."""
         seg, splits = i.args[1], self.splits(i)
         if splits is None:
-            at = f"range_in(seg_{seg}, total, bag)"
-        elif splits[0] in BAGS:
-            at = f"bags_{seg}.range(total, bag)"
-        else:
-            at = f"split_range(splits_{seg}, {self.slot(splits[3])}, total, bag)"
-        self.put(f"const Range span = {at};")
+            return f"range_in(seg_{seg}, total, {bag})"
+        if splits[0] in BAGS:
+            return f"bags_{seg}.range(total, {bag})"
+        return f"split_range(splits_{seg}, {self.slot(splits[3])}, total, {bag})"
+
+    def stage(self) -> None:
+        """Has the tile's part of what positions read brought to shared memory."""
+        each = _STAGE_BYTES // max(sum(len(loads) for _, loads in self.staged), 1) // 16 * 16
+        first = 0
+        for i, loads in self.staged:
+            seg, kinds = i.args[1], list[tuple[str, Instr]]()
+            self.put(f"const auto tile_{seg} = [&]() -> Range {{")
+            self.put(f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});")
+            self.put(f"  const Range begin = {self.range_of(i, 't.bag0')};")
+            self.put(
+                f"  return Range{{begin.begin, {self.range_of(i, 't.bag0 + t.bags - 1')}.end}};"
+            )
+            self.put("}();")
+            for b in loads:
+                kinds.append((f"Staged<{TYPES[self.u.dtypes[b.args[1]]]}, {first}, {each}>", b))
+                first += each
+            fits = " && ".join(f"{kind}::fits(tile_{seg})" for kind, _ in kinds)
+            self.put(f"if (kStaged && !({fits})) return class_{self.number}<kVec, false>(p, t);")
+            for kind, b in kinds:
+                _, buffer, offset, *_ = b.args
+                at = "" if self.u.constants.get(offset) == 0 else f" + {self.slot(offset)}"
+                self.put(f"{kind} staged_{b.args[0]}(tile_{seg});")
+                self.put(
+                    f"if (kStaged) staged_{b.args[0]}.copy({self.buffer(buffer)}{at}, tile_{seg});"
+                )
+
+    def stageable(self, i: Instr, b: Instr) -> bool:
+        """Whether positions read it side by side with their neighbours, in four or eight bytes."""
+        splits = self.splits(i)
+        if not self.jagged or self.slow or (splits is not None and splits[0] == "LENGTHS"):
+            return False
+        _, buffer, _, _, *strides = b.args
+        return self.u.dtypes[buffer] in _STAGED and [self.u.constants.get(s) for s in strides] == [
+            1
+        ]
 
     def reader(self, region: Instr, loads: Sequence[Instr]) -> None:
         """What is read of a position before anything is computed, as a function of the position."""
@@ -299,11 +344,15 @@ class Regions(Text):
         )
         self.put("const auto read = [&](i32 at_q) -> Read {")
         self.depth += 1
+        staged = [b for b in loads if self.stageable(region, b)]
         # Where nobody has a position left there is no round, so that there is a position 0 to read instead.
         self.place(region, bool(loads), "at_q < end ? at_q : 0", inside=True)
         self.put("Read found;")
         for b in loads:
-            self.put(f"found.r{b.args[0]} = {self.load(b)};")
+            there = f"found.r{b.args[0]} = {self.load(b)};"
+            if b in staged:
+                there = f"if constexpr (kStaged) found.r{b.args[0]} = staged_{b.args[0]}.at(at_q); else {there}"
+            self.put(there)
         self.put("return found;")
         self.depth -= 1
         self.put("};")
@@ -312,7 +361,7 @@ class Regions(Text):
         for b in reductions:
             dst, kind = (b.args[2], b.args[1]) if b.op == "POOL" else (b.args[1], b.args[0])
             # Lanes hold features of their own. Of a number they hold parts, or copies where each computes all of it.
-            lanes = "kLanes / kShare, team.size" if b in counts else "kLanes, t.slices"
+            lanes = "kLanes / kShare, team.size" if b in counts else "kLanes, kSlices"
             join = f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});"
             if self.jagged and not self.slow:
                 # A warp whose bags are all empty has nothing to join.

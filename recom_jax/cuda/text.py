@@ -27,11 +27,11 @@ class Schedule:
 
     Attributes:
       flight: rows that a lane of a bag has on their way at once.
-      blocks: of a multiprocessor at once, that registers must suffice for (0: the compiler's choice).
+      blocks: of a multiprocessor at once, that registers must suffice for (0: what the text is best with).
     """
 
     flight: int = 4
-    blocks: int = 4
+    blocks: int = 0
 
 
 class Text:
@@ -50,6 +50,9 @@ class Text:
         self.late = False  # words are read again where they are used, to hold no register meanwhile
         self.jagged = False
         self.inner = 0  # axes of the region's positions
+        self.staged: list[
+            tuple[Instr, list[Instr]]
+        ] = []  # jagged regions, and LOADs that shared memory serves
         self.narrow = self.narrow_indexes()
         written = [w for i in walk(cls.code) if (w := writes(i)) is not None]
         if len(set(written)) != len(written):

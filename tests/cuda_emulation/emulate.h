@@ -202,6 +202,12 @@ EMU_STORE(__stcg)
 EMU_STORE(__stcs)
 EMU_STORE(__stwt)
 #undef EMU_STORE
+// A fiber runs alone until it waits for others.
+inline int atomicAdd(int* p, int value) {
+  const int old = *p;
+  *p = old + value;
+  return old;
+}
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 [[noreturn]] inline void __trap() { emu::emu_fail("__trap"); }

@@ -1,6 +1,7 @@
 // The kernel's text is compiled with -fsanitize=kernel-address,undefined; their calls end here.
 // Each access must lie inside one buffer of the call, a fiber's stack or a loaded object's own
-// data. Results are write only, and a byte of them belongs to the first thread that writes it.
+// data. Results are write only, and a byte of them belongs to the first thread that writes it,
+// until its whole block has met at a barrier.
 
 #include <link.h>
 
@@ -43,6 +44,16 @@ const Buffer* find(uintptr_t address, size_t bytes) {
   return address - b.base <= b.bytes && b.bytes - (address - b.base) >= bytes ? &b : nullptr;
 }
 
+// Whether a write came before a barrier that the running thread's block has passed since.
+constexpr int kThreadBits = 24;
+constexpr uint32_t kThreadMask = (1u << kThreadBits) - 1;
+bool settled(uint32_t owner) {
+  const uint32_t size = emu_self->block_dim.x;
+  return (owner & kThreadMask) - 1 == running_thread() ||
+         (((owner & kThreadMask) - 1) / size == running_thread() / size &&
+          owner >> kThreadBits != (passed_barriers() & 0xff));
+}
+
 [[noreturn]] void outside(uintptr_t address, size_t bytes, bool write, const void* where) {
   const char* what = write ? "write" : "read";
   auto after = std::upper_bound(known.begin(), known.end(), address,
@@ -78,12 +89,12 @@ inline void check(uintptr_t address, size_t bytes, bool write, const void* where
   if (b->owner == nullptr) {
     fail_at(where, "write of %zu bytes at offset %zu of an operand", bytes, address - b->base);
   }
-  const uint32_t me = running_thread() + 1;
+  const uint32_t me = (passed_barriers() & 0xff) << kThreadBits | (running_thread() + 1);
   for (size_t k = 0; k < bytes; ++k) {
     uint32_t& owner = b->owner[address - b->base + k];
-    if (owner != 0 && owner != me) {
+    if (owner != 0 && owner != me && !settled(owner)) {
       fail_at(where, "writes byte %zu of a result that thread %u of the grid wrote",
-              address - b->base + k, owner - 1);
+              address - b->base + k, (owner & kThreadMask) - 1);
     }
     owner = me;
   }

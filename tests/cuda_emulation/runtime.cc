@@ -279,7 +279,10 @@ void run_warp(Fiber* warp, int lanes, int order) {
 // ---- blocks
 // ----------------------------------------------------------------------------------------------------
 
+uint32_t barriers = 0;  // that the running block has passed
+
 void run_block(int order) {
+  barriers = 0;
   const int warps = (n_threads + kWarp - 1) / kWarp;
   while (!failed) {
     for (int w = 0; w < warps && !failed; ++w) {
@@ -300,6 +303,7 @@ void run_block(int order) {
       }
     }
     if (all_done) return;
+    ++barriers;
     for (int k = 0; k < n_threads; ++k) {
       Fiber& f = fibers[k];
       f.value = f.kind == kBarrierAnd  ? votes == n_threads
@@ -326,6 +330,8 @@ uint32_t running_thread() {
   const Thread& t = current->self;
   return t.block.x * t.block_dim.x + t.thread.x;
 }
+
+uint32_t passed_barriers() { return barriers; }
 
 void fail_at(const void* where, const char* format, ...) {
   if (!failed) {

@@ -14,7 +14,8 @@ constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStack = 256 << 10;  // of a fiber; only touched pages cost memory
 
-// A buffer of the call. `owner` has an entry a byte of a result: 1 + the thread that wrote it.
+// A buffer of the call. `owner` has an entry a byte of a result: 1 + the thread that wrote it (24
+// bits), and barriers that its block had passed (8 bits).
 struct Buffer {
   uintptr_t base;
   uint64_t bytes;
@@ -29,7 +30,8 @@ void set_threads(uintptr_t stacks, size_t n_stacks, uintptr_t fibers, size_t n_f
 // runtime.cc: ends the launch with a message. `where` is an address in the kernel's text, or null.
 [[noreturn]] void fail_at(const void* where, const char* format, ...)
     __attribute__((format(printf, 2, 3)));
-uint32_t running_thread();  // its number in the grid
+uint32_t running_thread();   // its number in the grid
+uint32_t passed_barriers();  // by the running thread's block
 
 }  // namespace emu
 

@@ -15,6 +15,7 @@ struct Worker {
   const i64* words;  // the column's
   int lane, slice, first, step;
 
+  RECOM_FN explicit Worker(const i64* words) : words(words) {}
   RECOM_FN Worker(const Params& p, const Tile& t, int lanes, int stride) {
     const int per_bag = lanes * t.slices, per_row = per_bag * t.columns;
     step = kThreads / per_row;
@@ -36,6 +37,133 @@ struct Worker {
     return words[k];
 #endif
   }
+};
+
+// The positions of a bag.
+struct Range {
+  i32 begin, end;
+};
+
+// ---- positions of a whole tile, brought to shared memory ----
+//
+// Bags of a tile lie side by side, and so do their positions: all of them are on their way at once, instead of a few for
+// each bag in turn.
+
+constexpr int kStageBytes = 16384;
+RECOM_FN u8* stage_memory() {
+  __shared__ __align__(16) u8 memory[kStageBytes];
+  return memory;
+}
+// Where a byte lies in shared memory. On a GPU a number of its own; kept, or the compiler makes it anew each time.
+RECOM_FN u32 shared_address(const void* at) {
+#ifdef __CUDA_ARCH__
+  u32 found = static_cast<u32>(__cvta_generic_to_shared(at));
+  asm("" : "+r"(found));
+  return found;
+#else
+  return static_cast<u32>(static_cast<const u8*>(at) - stage_memory());
+#endif
+}
+// Four or eight bytes to shared memory, without a register or a wait.
+template <class T>
+RECOM_FN void copy_async(u32 to, const T* from) {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(sizeof(T)) : "memory");
+#else
+  *reinterpret_cast<T*>(stage_memory() + to) = *from;
+#endif
+}
+RECOM_FN void copies_land() {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+template <class T>
+RECOM_FN T load_shared(u32 at) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 4) {
+    u32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at));
+    return bitcast_one<T>(x);
+  } else {
+    u64 x;
+    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(x) : "r"(at));
+    return bitcast_one<T>(x);
+  }
+#else
+  return *reinterpret_cast<const T*>(stage_memory() + at);
+#endif
+}
+
+// Where element `begin` of an array lies, whose part a tile reads: in bytes [kFrom, kFrom + kBytes) of the stage.
+template <class T, int kFrom, int kBytes>
+struct Staged {
+  static constexpr u32 kMost = kBytes / sizeof(T);
+  i32 begin;
+  u32 memory;
+
+  RECOM_FN static bool fits(const Range& part) { return part.end - part.begin <= static_cast<i32>(kMost); }
+  RECOM_FN explicit Staged(const Range& part) : begin(part.begin), memory(shared_address(stage_memory() + kFrom)) {}
+  RECOM_FN void copy(const T* array, const Range& part) const {
+    for (i32 k = static_cast<i32>(threadIdx.x); k < part.end - begin; k += kThreads) {
+      copy_async(memory + static_cast<u32>(k) * sizeof(T), array + begin + k);
+    }
+  }
+  // Element q; anything, where that is none of the tile's.
+  RECOM_FN T at(i32 q) const {
+    const u32 k = static_cast<u32>(q - begin);
+    return load_shared<T>(memory + (k < kMost ? k : kMost - 1) * sizeof(T));
+  }
+};
+
+// ---- who does what ----
+
+// The same where every warp goes its own way: `step` bags of a warp at once, `first` of them this thread's.
+struct WarpWorker : Worker {
+  RECOM_FN WarpWorker(const Params& p, const Tile& t, int lanes, int slices) : Worker(p.words + t.words) {
+    const int per_bag = lanes * slices, at = static_cast<int>(threadIdx.x % 32);  // powers of two, 32 at most
+    step = 32 / per_bag;
+    first = at / per_bag;
+    slice = at % per_bag / lanes;
+    lane = at % lanes;
+  }
+};
+
+// Counts up; what was there before. The compiler makes much more of `atomicAdd`: it first adds up what the threads of a
+// warp add, of which there is one.
+RECOM_FN i32 count_shared(i32* at) {
+#ifdef __CUDA_ARCH__
+  i32 was;
+  asm volatile("atom.shared.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(was) : "r"(shared_address(at)) : "memory");
+  return was;
+#else
+  return atomicAdd(at, 1);
+#endif
+}
+
+// Jagged bags take a warp longer or shorter, so the warps of a block take the next ones as they get ready. Which warp
+// sums a bag up makes no difference to the sum.
+struct Turn {
+  i32 at;  // the warp's first bag
+
+  RECOM_FN Turn(const Tile& t, int step) : begin_(static_cast<i32>(t.bag0)), step_(step) {
+    __shared__ i32 next;
+    next_ = &next;
+    if (threadIdx.x == 0) next = kThreads / 32;
+    copies_land();
+    __syncthreads();
+    at = begin_ + static_cast<i32>(threadIdx.x / 32) * step_;
+  }
+  // Asks for the next bags: the answer is on its way while these are summed up.
+  RECOM_FN void draw() {
+    if (threadIdx.x % 32 == 0) drawn_ = count_shared(next_);
+  }
+  RECOM_FN void end() { at = begin_ + __shfl_sync(0xffffffffu, drawn_, 0) * step_; }
+
+ private:
+  i32* next_;
+  i32 begin_, drawn_ = 0;
+  int step_;
 };
 
 // How many positions each thread of a team computes the numbers of, so that all slices have a flight of rows.
@@ -91,10 +219,6 @@ RECOM_FN bool block_ascends(const F& f, i64 n) {
   return __syncthreads_and(ok) != 0;
 }
 
-// The positions of a bag.
-struct Range {
-  i32 begin, end;
-};
 // From n splits that ascend: [splits[bag], splits[bag + 1]), the last one's up to the end.
 template <class T>
 RECOM_FN Range split_range(const T* splits, i64 n_wide, i32 total, i32 bag) {
@@ -128,7 +252,8 @@ struct SplitBags {
     if (bag >= n) return Range{0, 0};
     const i64 first = at(bag) - at(0);
     const i64 last = bag + 1 < n ? at(bag + 1) - at(0) : total;
-    return Range{static_cast<i32>(first < total ? first : total), static_cast<i32>(last < total ? last : total)};
+    return Range{static_cast<i32>(first < 0 ? 0 : first < total ? first : total),
+                 static_cast<i32>(last < 0 ? 0 : last < total ? last : total)};
   }
 };
 // The same for n lengths: a thread adds them up on its way from bag to bag.

@@ -126,7 +126,7 @@ __device__ __forceinline__ void class_3(const Params& p, const Tile& t) {
 
 }  // namespace recom_cuda
 
-extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 4)
+extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 5)
 recom_fused(const __grid_constant__ recom_cuda::Params p) {
   const recom_cuda::Tile t = p.tiles[blockIdx.x];
   switch (t.cls) {

@@ -8,9 +8,10 @@ __device__ __noinline__ void class_0_any(const Params& p) {
   constexpr int kVec = 1;
   const Tile t = p.tiles[blockIdx.x];
   const int kLanes = t.lanes;
+  const int kSlices = t.slices;
   constexpr int kShare = 1;
   const Worker me(p, t, kLanes, 25);
-  const Team<kShare> team(me, t.slices);
+  const Team<kShare> team(me, kSlices);
   const i64 s2 = me.word(3);
   const i32* const b4 = source<i32>(p, me.word(5));
   const i32* const b7 = source<i32>(p, me.word(8));
@@ -75,7 +76,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r9, now[i].r10);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (done + g * t.slices >= most) break;
+            if (done + g * kSlices >= most) break;
             i32 r8[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r8[u] = team.share(now[u / kShare].r8, g + u);
@@ -90,7 +91,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
             }
           }
         }
-        join_slices<kSum>(r1, kLanes, t.slices);
+        join_slices<kSum>(r1, kLanes, kSlices);
         join_slices<kSum>(r9, kLanes / kShare, team.size);
       }
       const f32 r11 = immediate<f32>(1065353216);
@@ -102,12 +103,13 @@ __device__ __noinline__ void class_0_any(const Params& p) {
 }
 
 // Class 0: rows of 8, jagged bags.
-template <int kVec>
+template <int kVec, bool kStaged>
 __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kJagged, 8, kVec);
+  const int kSlices = t.slices;
   constexpr int kShare = kLanes;
-  const Worker me(p, t, kLanes, 25);
-  const Team<kShare> team(me, t.slices);
+  const WarpWorker me(p, t, kLanes, kSlices);
+  const Team<kShare> team(me, kSlices);
   const i64 s2 = me.word(3);
   const i32* const b4 = source<i32>(p, me.word(5));
   const i32* const b7 = source<i32>(p, me.word(8));
@@ -117,12 +119,19 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
     const i32 r0 = load_one(b4 + q);
     return static_cast<i64>(r0);
   };
-  const bool ascends_0 = block_ascends(seg_0, s2);
-  if (!ascends_0) return class_0_any(p);
+  const auto tile_0 = [&]() -> Range {
+    const i32 total = static_cast<i32>(s2);
+    const Range begin = range_in(seg_0, total, t.bag0);
+    return Range{begin.begin, range_in(seg_0, total, t.bag0 + t.bags - 1).end};
+  }();
+  if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_0))) return class_0<kVec, false>(p, t);
+  Staged<i32, 0, 16384> staged_2(tile_0);
+  if (kStaged) staged_2.copy(b7, tile_0);
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
-  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
-    const bool on = at + me.first < bags;
-    const i32 bag = on ? at + me.first : bags - 1;
+  for (Turn turn(t, me.step); turn.at < bags; turn.end()) {
+    turn.draw();
+    const bool on = turn.at + me.first < bags;
+    const i32 bag = on ? turn.at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 8;
@@ -138,7 +147,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
         const auto read = [&](i32 at_q) -> Read {
           const i32 q = at_q < end ? at_q : 0;
           Read found;
-          found.r2 = load_one(b7 + q);
+          if constexpr (kStaged) found.r2 = staged_2.at(at_q); else found.r2 = load_one(b7 + q);
           return found;
         };
         struct Position {
@@ -174,7 +183,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r9, now[i].r10);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (done + g * t.slices >= most) break;
+            if (done + g * kSlices >= most) break;
             i32 r8[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r8[u] = team.share(now[u / kShare].r8, g + u);
@@ -189,7 +198,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        if (kShare == 1 || most > 0) join_slices<kSum>(r1, kLanes, t.slices); else r1 = spread<kVec>(immediate<f32>(0));
+        if (kShare == 1 || most > 0) join_slices<kSum>(r1, kLanes, kSlices); else r1 = spread<kVec>(immediate<f32>(0));
         if (kShare == 1 || most > 0) join_slices<kSum>(r9, kLanes / kShare, team.size); else r9 = immediate<f32>(0);
       }
       const f32 r11 = immediate<f32>(1065353216);
@@ -198,14 +207,15 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       if (has && me.slice == 0) store(out + i64{bag} * 8 + f, r13);
     }
   }
+  if (!block_ascends(seg_0, s2)) return class_0_any(p);
 }
 
 }  // namespace recom_cuda
 
-extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 4)
+extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 5)
 recom_fused(const __grid_constant__ recom_cuda::Params p) {
   const recom_cuda::Tile t = p.tiles[blockIdx.x];
   switch (t.cls) {
-    case 0: if (t.aligned) recom_cuda::class_0<4>(p, t); else recom_cuda::class_0<1>(p, t); break;
+    case 0: if (t.aligned) recom_cuda::class_0<4, true>(p, t); else recom_cuda::class_0<1, false>(p, t); break;
   }
 }

@@ -7,9 +7,10 @@ namespace recom_cuda {
 template <int kVec>
 __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kRegion, 24, kVec);
+  const int kSlices = t.slices;
   constexpr int kShare = kLanes;
   const Worker me(p, t, kLanes, 20);
-  const Team<kShare> team(me, t.slices);
+  const Team<kShare> team(me, kSlices);
   const i64 s2 = me.word(3);
   const i64 s3 = me.word(4);
   const i32* const b5 = source<i32>(p, me.word(6));
@@ -65,7 +66,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (done + g * t.slices >= most) break;
+            if (done + g * kSlices >= most) break;
             i32 r7[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r7[u] = team.share(now[u / kShare].r7, g + u);
@@ -80,7 +81,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        join_slices<kMax>(r0, kLanes, t.slices);
+        join_slices<kMax>(r0, kLanes, kSlices);
       }
       if (has && me.slice == 0) store(out + i64{bag} * 24 + f, r0);
     }
@@ -91,9 +92,10 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
 template <int kVec>
 __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kRegion, 24, kVec);
+  const int kSlices = t.slices;
   constexpr int kShare = kLanes;
   const Worker me(p, t, kLanes, 20);
-  const Team<kShare> team(me, t.slices);
+  const Team<kShare> team(me, kSlices);
   const i64 s2 = me.word(3);
   const i64 s3 = me.word(4);
   const i32* const b5 = source<i32>(p, me.word(6));
@@ -149,7 +151,7 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
           for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (done + g * t.slices >= most) break;
+            if (done + g * kSlices >= most) break;
             i32 r7[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r7[u] = team.share(now[u / kShare].r7, g + u);
@@ -164,7 +166,7 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
             }
           }
         }
-        join_slices<kMin>(r0, kLanes, t.slices);
+        join_slices<kMin>(r0, kLanes, kSlices);
       }
       if (has && me.slice == 0) store(out + i64{bag} * 24 + f, r0);
     }

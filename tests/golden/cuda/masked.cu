@@ -7,9 +7,10 @@ namespace recom_cuda {
 template <int kVec>
 __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kRegion, 8, kVec);
+  const int kSlices = t.slices;
   constexpr int kShare = kLanes;
   const Worker me(p, t, kLanes, 22);
-  const Team<kShare> team(me, t.slices);
+  const Team<kShare> team(me, kSlices);
   const i64 s2 = me.word(3);
   const i64 s3 = me.word(4);
   const i32* const b5 = source<i32>(p, me.word(6));
@@ -70,7 +71,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r8, now[i].r9);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (done + g * t.slices >= most) break;
+            if (done + g * kSlices >= most) break;
             i32 r7[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r7[u] = team.share(now[u / kShare].r7, g + u);
@@ -85,7 +86,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        join_slices<kSum>(r0, kLanes, t.slices);
+        join_slices<kSum>(r0, kLanes, kSlices);
         join_slices<kSum>(r8, kLanes / kShare, team.size);
       }
       const i32 r10 = immediate<i32>(1);
@@ -124,7 +125,7 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
 
 }  // namespace recom_cuda
 
-extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 4)
+extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 5)
 recom_fused(const __grid_constant__ recom_cuda::Params p) {
   const recom_cuda::Tile t = p.tiles[blockIdx.x];
   switch (t.cls) {

@@ -8,9 +8,10 @@ __device__ __noinline__ void class_0_any(const Params& p) {
   constexpr int kVec = 1;
   const Tile t = p.tiles[blockIdx.x];
   const int kLanes = t.lanes;
+  const int kSlices = t.slices;
   constexpr int kShare = 1;
   const Worker me(p, t, kLanes, 25);
-  const Team<kShare> team(me, t.slices);
+  const Team<kShare> team(me, kSlices);
   const i64 s2 = me.word(3);
   const i32* const b5 = source<i32>(p, me.word(6));
   const i64 s7 = me.word(8);
@@ -74,7 +75,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
           for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (done + g * t.slices >= most) break;
+            if (done + g * kSlices >= most) break;
             i32 r11[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r11[u] = team.share(now[u / kShare].r11, g + u);
@@ -89,7 +90,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
             }
           }
         }
-        join_slices<kMax>(r4, kLanes, t.slices);
+        join_slices<kMax>(r4, kLanes, kSlices);
       }
       if (has && me.slice == 0) store(out + i64{bag} * 40 + f, r4);
     }
@@ -97,12 +98,13 @@ __device__ __noinline__ void class_0_any(const Params& p) {
 }
 
 // Class 0: rows of 40, jagged bags.
-template <int kVec>
+template <int kVec, bool kStaged>
 __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kJagged, 40, kVec);
+  const int kSlices = t.slices;
   constexpr int kShare = kLanes;
-  const Worker me(p, t, kLanes, 25);
-  const Team<kShare> team(me, t.slices);
+  const WarpWorker me(p, t, kLanes, kSlices);
+  const Team<kShare> team(me, kSlices);
   const i64 s2 = me.word(3);
   const i32* const b5 = source<i32>(p, me.word(6));
   const i64 s7 = me.word(8);
@@ -110,12 +112,19 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   const f32* const b15 = source<f32>(p, me.word(16));
   auto* const out = kept(target<f32>(p, me.word(24)));
   const auto* const splits_3 = b5;
-  const bool ascends_3 = block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7);
-  if (!ascends_3) return class_0_any(p);
+  const auto tile_3 = [&]() -> Range {
+    const i32 total = static_cast<i32>(s2);
+    const Range begin = split_range(splits_3, s7, total, t.bag0);
+    return Range{begin.begin, split_range(splits_3, s7, total, t.bag0 + t.bags - 1).end};
+  }();
+  if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_3))) return class_0<kVec, false>(p, t);
+  Staged<i32, 0, 16384> staged_5(tile_3);
+  if (kStaged) staged_5.copy(b10, tile_3);
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
-  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
-    const bool on = at + me.first < bags;
-    const i32 bag = on ? at + me.first : bags - 1;
+  for (Turn turn(t, me.step); turn.at < bags; turn.end()) {
+    turn.draw();
+    const bool on = turn.at + me.first < bags;
+    const i32 bag = on ? turn.at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 40; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 40;
@@ -130,7 +139,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
         const auto read = [&](i32 at_q) -> Read {
           const i32 q = at_q < end ? at_q : 0;
           Read found;
-          found.r5 = load_one(b10 + q);
+          if constexpr (kStaged) found.r5 = staged_5.at(at_q); else found.r5 = load_one(b10 + q);
           return found;
         };
         struct Position {
@@ -162,7 +171,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (done + g * t.slices >= most) break;
+            if (done + g * kSlices >= most) break;
             i32 r11[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r11[u] = team.share(now[u / kShare].r11, g + u);
@@ -177,19 +186,20 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        if (kShare == 1 || most > 0) join_slices<kMax>(r4, kLanes, t.slices); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
+        if (kShare == 1 || most > 0) join_slices<kMax>(r4, kLanes, kSlices); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
       }
       if (has && me.slice == 0) store(out + i64{bag} * 40 + f, r4);
     }
   }
+  if (!block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7)) return class_0_any(p);
 }
 
 }  // namespace recom_cuda
 
-extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 4)
+extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 5)
 recom_fused(const __grid_constant__ recom_cuda::Params p) {
   const recom_cuda::Tile t = p.tiles[blockIdx.x];
   switch (t.cls) {
-    case 0: if (t.aligned) recom_cuda::class_0<4>(p, t); else recom_cuda::class_0<1>(p, t); break;
+    case 0: if (t.aligned) recom_cuda::class_0<4, true>(p, t); else recom_cuda::class_0<1, false>(p, t); break;
   }
 }

@@ -7,9 +7,10 @@ namespace recom_cuda {
 template <int kVec>
 __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kRegion, 32, kVec);
+  const int kSlices = t.slices;
   constexpr int kShare = kLanes;
   const Worker me(p, t, kLanes, 25);
-  const Team<kShare> team(me, t.slices);
+  const Team<kShare> team(me, kSlices);
   const i64 s2 = me.word(3);
   const i64 s3 = me.word(4);
   const i32* const b5 = source<i32>(p, me.word(6));
@@ -73,7 +74,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r7, now[i].r8);
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (done + g * t.slices >= most) break;
+            if (done + g * kSlices >= most) break;
             i32 r5[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) r5[u] = team.share(now[u / kShare].r5, g + u);
@@ -91,7 +92,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        join_slices<kSum>(r0, kLanes, t.slices);
+        join_slices<kSum>(r0, kLanes, kSlices);
         join_slices<kSum>(r7, kLanes / kShare, team.size);
       }
       const i32 r9 = immediate<i32>(1);
