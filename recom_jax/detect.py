@@ -9,135 +9,28 @@ fused call; everything in front of it that nobody else needs disappears.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from recom_jax import compat, ir
+from recom_jax.detect_demand import demand
+from recom_jax.detect_values import (
+    SYMBOLIC,
+    Detected,
+    Read,
+    Refuse,
+    Shape,
+    Val,
+    dtype_name,
+    python_scalar,
+    row_major,
+)
 from recom_jax.shape_solver.dims import DimLike
 from recom_jax.shape_solver.unify import Unifier
 from recom_jax.subgraph import producers
 from recom_jax.symbolic import Sizes
 
-Shape = tuple[DimLike, ...]
-
-DTYPES = frozenset(
-    [
-        "bool",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-    ]
-)
-
-
-LONG = 8  # operations from which on a value without lookups is worth a place in a call
 DEEPEST = 150  # operations inside one another
-SYMBOLIC = "a size that is symbolic in this trace (jax.export)"
-
-
-class Refuse(Exception):
-    """A rule's answer for a construct it does not understand: the value is left to XLA, for this reason."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """One piece of an assembly: `expr` over `shape`, written at offset + sum(index * stride)."""
-
-    expr: ir.Expr
-    shape: Shape
-    offset: DimLike
-    strides: ir.Strides
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Val:
-    """What a variable is: one expression, or parts that together fill a row-major buffer of `shape`."""
-
-    shape: Shape
-    expr: ir.Expr | None
-    parts: tuple[Part, ...] = ()
-
-    @property
-    def takes(self) -> int:
-        return self.expr.takes if self.expr is not None else sum(p.expr.takes for p in self.parts)
-
-
-@dataclasses.dataclass(slots=True)
-class Read:
-    """One table read as written: a column of the report."""
-
-    table: Any
-    eqn: Any
-    expr: ir.Expr | None
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """A variable that a fused call produces."""
-
-    var: Any
-    val: Val
-    level: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Detected:
-    """The split of a program into fused results and equations left to XLA.
-
-    Attributes:
-      outputs: results of fused calls; those of one level make one call.
-      kept: equations XLA runs, with the level each belongs to: level-k calls read what levels <= k made.
-      reads: every table read found, fused or not.
-      value_of: jaxpr constants by id of their variable.
-      late: unpooled results that wait for what XLA makes of the same rows: better left to XLA, so that rows
-        are looked up once.
-      others: gathers that are no embedding columns, with the reason.
-    """
-
-    jaxpr: Any
-    pool: ir.Pool
-    unifier: Unifier
-    outputs: tuple[Output, ...]
-    kept: tuple[tuple[int, Any], ...]
-    reads: tuple[Read, ...]
-    value_of: dict[int, Any]
-    arguments: frozenset[int]
-    operands: dict[int, Val]
-    sizes: Sizes
-    late: tuple[Any, ...] = ()
-    others: tuple[tuple[Any, str], ...] = ()
-
-    def shape_of(self, var: Any) -> Shape:
-        """The sizes of a variable read as an operand."""
-        known = self.operands.get(id(var))
-        return known.shape if known is not None else self.sizes.shape(var.aval.shape)
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.outputs)} fused results, {len(self.kept)} equations left to XLA"]
-        for o in self.outputs:
-            parts = o.val.parts or (Part(o.val.expr, o.val.shape, 0, ()),)  # type: ignore[arg-type]
-            lines.append(
-                f"level {o.level}: [{', '.join(map(str, o.val.shape))}] from {len(parts)} parts"
-            )
-            lines += [f"  @{p.offset} strides {p.strides} over {p.shape}: {p.expr}" for p in parts]
-        lines += [
-            f"not fused: {r.reason} ({compat.source_line(r.eqn)})" for r in self.reads if r.reason
-        ]
-        return "\n".join(lines)
 
 
 class Detector:
@@ -328,7 +221,7 @@ class Detector:
             for var, v in zip(eqn.outvars, out if isinstance(out, list) else [out], strict=True):
                 if v is not None:
                     self.env[id(var)] = v
-        return self.demand(jaxpr)
+        return demand(self, jaxpr)
 
     def check_depth(self, out: Sequence[Val | None]) -> None:
         """What walks expressions recurses: a deeper one is cut here, and goes on from an operand."""
@@ -342,114 +235,6 @@ class Detector:
             found = self._depth[id(e)] = 1 + max(map(self.depth, e.children), default=0)
         return found
 
-    def demand(self, jaxpr: Any) -> Detected:
-        """Follows the results backwards to what must be computed, and by whom."""
-        made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        fused: dict[int, Val] = {}
-        kept: set[int] = set()
-        needed: set[int] = set()
-        work = [v for v in jaxpr.outvars if not isinstance(v, compat.Literal)]
-        for eqn in jaxpr.eqns:
-            if eqn.effects:
-                kept.add(id(eqn))
-                work += [v for v in eqn.invars if not isinstance(v, compat.Literal)]
-        while work:
-            var = work.pop()
-            if id(var) in needed:
-                continue
-            needed.add(id(var))
-            value = self.env.get(id(var))
-            if value is not None and id(var) in made_by and self.pays(value):
-                fused[id(var)] = value
-                work += leaves(value)
-                continue
-            eqn = made_by.get(id(var))
-            if eqn is not None and id(eqn) not in kept:
-                kept.add(id(eqn))
-                work += [v for v in eqn.invars if not isinstance(v, compat.Literal)]
-        return self.levels(jaxpr, fused, kept)
-
-    def pays(self, value: Val) -> bool:
-        """Whether a call computes a needed value: it looks rows up, or (`Options.fuse_values`) is long and exact."""
-        if value.takes:
-            return not self.grows(value)
-        if not self.options.fuse_values or value.expr is None or not value.expr.exact:
-            return False
-        seen: set[int] = set()
-        return sum(isinstance(e, (ir.Op, ir.Search)) for e in ir.walk(value.expr, seen)) >= LONG
-
-    def grows(self, value: Val) -> bool:
-        """Whether a value repeats lookups along new axes: XLA then spreads the smaller array itself."""
-        if value.expr is None:
-            return False
-        sizes = [self.unifier.value(n) for n in value.shape]
-        memo: dict[int, frozenset[int]] = {}
-        own = 0
-        work = [value.expr]
-        seen: set[int] = (
-            set()
-        )  # a shared node once: as a tree, an expression may be exponentially large
-        while work:
-            e = work.pop()
-            if id(e) in seen:
-                continue
-            seen.add(id(e))
-            if isinstance(e, (ir.Take, ir.Reduce, ir.SegReduce)):
-                if e.takes:
-                    own += math.prod(sizes[k] for k in ir.depends(e, memo))
-            else:
-                work += e.children
-        return math.prod(sizes) > 2 * own
-
-    def levels(self, jaxpr: Any, fused: dict[int, Val], kept: set[int]) -> Detected:
-        """Orders fused results into calls: a call's operands must exist before it."""
-        ready: dict[int, int] = {}
-        outputs: list[Output] = []
-        eqns: list[tuple[int, Any]] = []
-        late: list[Any] = []
-        effects = 0
-        for eqn in jaxpr.eqns:
-            for var in eqn.outvars:
-                if id(var) in fused:
-                    level = max((ready.get(id(v), 0) for v in leaves(fused[id(var)])), default=0)
-                    outputs.append(Output(var, fused[id(var)], level))
-                    if level > self.rows_level(fused[id(var)], ready, level):
-                        late.append(var)
-                    ready[id(var)] = level + 1
-            if id(eqn) in kept:
-                level = max((ready.get(id(v), 0) for v in eqn.invars), default=0)
-                if eqn.effects:  # effects keep their order
-                    level = effects = max(level, effects)
-                eqns.append((level, eqn))
-                for var in eqn.outvars:
-                    if id(var) not in fused:
-                        ready[id(var)] = level
-        return Detected(
-            self.closed,
-            self.pool,
-            self.unifier,
-            tuple(outputs),
-            tuple(eqns),
-            tuple(self.reads),
-            self.value_of,
-            self.arguments,
-            self.operands,
-            self.sizes,
-            tuple(late),
-            tuple(self.others),
-        )
-
-    def rows_level(self, value: Val, ready: dict[int, int], level: int) -> int:
-        """The level at which the rows of an unpooled value could be looked up (`level` for other values)."""
-        if value.expr is None or isinstance(value.expr, ir.Take):
-            return level
-        seen: set[int] = set()
-        nodes = list(ir.walk(value.expr, seen))
-        if any(isinstance(e, (ir.Reduce, ir.SegReduce)) for e in nodes):
-            return level
-        takes = [e for e in nodes if isinstance(e, ir.Take)]
-        return max((ready.get(id(v), 0) for e in takes for v in leaves(Val((), e))), default=level)
-
 
 # What a primitive's rule is: its outputs' values (see `detect_rules`).
 Rule = Callable[[Detector, Any], Val | list[Val | None] | None]
@@ -461,45 +246,3 @@ def detect(
     """Finds the columns of a flat jaxpr. `forced` names variables (by id) that must stay in XLA, and why."""
     detector = Detector(closed, options, forced or {})
     return detector.run(), detector
-
-
-def leaves(value: Val) -> list[Any]:
-    """The variables a value reads."""
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    for expr in [value.expr] if value.expr is not None else [p.expr for p in value.parts]:
-        for e in ir.walk(expr, seen):
-            if isinstance(e, ir.Load):
-                found[id(e.var)] = e.var
-            elif isinstance(e, ir.Take):
-                found[id(e.table)] = e.table
-            elif isinstance(e, ir.Search) and e.var is not None:
-                found[id(e.var)] = e.var
-    return list(found.values())
-
-
-_NAMES: dict[Any, str] = {}
-
-
-def dtype_name(aval: Any) -> str:
-    dtype = getattr(aval, "dtype", "no dtype")
-    name = _NAMES.get(dtype)  # asking numpy for a name costs microseconds
-    if name is None:
-        name = _NAMES[dtype] = str(dtype)
-    if name not in DTYPES:
-        raise Refuse(f"values of type {name}")
-    return name
-
-
-def python_scalar(value: Any) -> Any:
-    return np.asarray(value)[()].item()
-
-
-def row_major(shape: Shape) -> Shape:
-    """Strides, in elements, of a dense array."""
-    strides: list[DimLike] = []
-    step: DimLike = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step = size * step
-    return tuple(reversed(strides))

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from recom_jax import compat, ir
-from recom_jax.detect import Detector, Refuse, Rule, Shape, Val, dtype_name
+from recom_jax.detect import Detector, Rule
 from recom_jax.detect_rules import elementwise, identity_of, reduce_axes
 from recom_jax.detect_tables import base_table, exact_index, index_component, make_take
+from recom_jax.detect_values import Refuse, Shape, Val, dtype_name
 from recom_jax.shape_solver.dims import DimLike
 
 # ---- one-hot -------------------------------------------------------------------------------------------------

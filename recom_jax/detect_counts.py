@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from recom_jax import ir
-from recom_jax.detect import Detector, Refuse, Val, dtype_name
+from recom_jax.detect import Detector
 from recom_jax.detect_rules import convert
 from recom_jax.detect_search import constant_search
+from recom_jax.detect_values import Refuse, Val, dtype_name
 from recom_jax.shape_solver import proofs
 from recom_jax.shape_solver.dims import DimLike
 from recom_jax.templates import Search

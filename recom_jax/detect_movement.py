@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from recom_jax import compat, ir
-from recom_jax.detect import Detector, Part, Refuse, Rule, Shape, Val, dtype_name, row_major
+from recom_jax.detect import Detector, Rule
+from recom_jax.detect_values import Part, Refuse, Shape, Val, dtype_name, row_major
 from recom_jax.shape_solver.dims import DimLike, atom_dim, exact_div, product, split, terms_of
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from recom_jax import compat, ir
-from recom_jax.detect import Detector, Refuse, Rule, Val, dtype_name
+from recom_jax.detect import Detector, Rule
 from recom_jax.detect_movement import MOVEMENT_RULES
 from recom_jax.detect_symbolic import dim_as_value, is_size
+from recom_jax.detect_values import Refuse, Val, dtype_name
 
 BINARY = {
     "add": "add",

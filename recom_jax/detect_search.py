@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from recom_jax import compat, ir, templates
-from recom_jax.detect import Detector, Refuse, Val, dtype_name
+from recom_jax.detect import Detector
 from recom_jax.detect_rules import convert
+from recom_jax.detect_values import Refuse, Val, dtype_name
 from recom_jax.shape_solver import proofs
 from recom_jax.shape_solver.dims import DimLike
 from recom_jax.subgraph import repeated, unique_inverse

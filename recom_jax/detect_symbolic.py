@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from recom_jax import ir
-from recom_jax.detect import Detector, Refuse, Val, dtype_name
+from recom_jax.detect import Detector
+from recom_jax.detect_values import Refuse, Val, dtype_name
 from recom_jax.shape_solver.dims import DimLike
 
 

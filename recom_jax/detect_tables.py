@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from recom_jax import compat, ir, templates
-from recom_jax.detect import DTYPES, Detector, Read, Refuse, Rule, Val, dtype_name, row_major
+from recom_jax.detect import Detector, Rule
 from recom_jax.detect_rules import convert
 from recom_jax.detect_search import gather_of_unique, repeated_arange
 from recom_jax.detect_symbolic import sliced
+from recom_jax.detect_values import DTYPES, Read, Refuse, Val, dtype_name, row_major
 from recom_jax.shape_solver.dims import DimLike
 from recom_jax.trace import SPARSE
 

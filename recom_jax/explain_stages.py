@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recom_jax import compat, ir
-from recom_jax.detect import Part, row_major
+from recom_jax.detect_values import Part, row_major
 from recom_jax.pipeline import Compiled
 from recom_jax.shape_solver.fact import Fact, dtype_of
 

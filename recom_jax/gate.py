@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from recom_jax import compat, ir
-from recom_jax.detect import Detected, Output
 from recom_jax.detect_rules import BINARY, UNARY
+from recom_jax.detect_values import Detected, Output
 
 FEW = 4
 """A call of more table reads than this is worth its pass over memory."""

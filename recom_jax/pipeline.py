@@ -13,7 +13,8 @@ from typing import Any
 
 from recom_jax import cpu, ffi, gate, ir, verify
 from recom_jax.cpu import Encoded
-from recom_jax.detect import Detected, Read, detect
+from recom_jax.detect import detect
+from recom_jax.detect_values import Detected, Read
 from recom_jax.lowering import warn_once
 from recom_jax.options import Options
 from recom_jax.schedule import PartError, Scheduled, schedule

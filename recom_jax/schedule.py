@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recom_jax import ir
-from recom_jax.detect import Detected, Output, Part, row_major
+from recom_jax.detect_values import Detected, Output, Part, row_major
 from recom_jax.emit import Emitter
 from recom_jax.errors import EncodeError
 from recom_jax.program import DIM, IMM, ClassDef, ColumnDef, Program

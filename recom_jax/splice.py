@@ -7,7 +7,7 @@ from typing import Any
 
 from recom_jax import compat, trace
 from recom_jax.cpu import Encoded
-from recom_jax.detect import Detected
+from recom_jax.detect_values import Detected
 from recom_jax.lowering import FusedCall, fused_p
 from recom_jax.schedule import Scheduled
 

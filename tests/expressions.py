@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from recom_jax import ir
-from recom_jax.detect import Output, Val
+from recom_jax.detect_values import Output, Val
 from recom_jax.simplify import NAMES, simplify
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import recom_jax
 from recom_jax import ir
-from recom_jax.detect import Output, Val
+from recom_jax.detect_values import Output, Val
 from recom_jax.simplify import CONTEXT_REWRITES, DETECTION_REWRITES, NAMES, simplify
 from recom_jax.simplify.facts import Facts
 from recom_jax.simplify.rules import RULES

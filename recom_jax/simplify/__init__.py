@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recom_jax import ir
-from recom_jax.detect import Output, Part, Val
+from recom_jax.detect_values import Output, Part, Val
 from recom_jax.shape_solver.fact import Fact
 from recom_jax.simplify.facts import Facts
 from recom_jax.simplify.rules import RULES, Rewrite

@@ -1,0 +1,127 @@
+"""The end of stage 2: from the results backwards, what fused calls compute and what XLA does, in which order."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from recom_jax import compat, ir
+from recom_jax.detect_values import Detected, Output, Val, leaves
+
+if TYPE_CHECKING:
+    from recom_jax.detect import Detector
+
+LONG = 8  # operations from which on a value without lookups is worth a place in a call
+
+
+def demand(d: Detector, jaxpr: Any) -> Detected:
+    """Follows the results backwards to what must be computed, and by whom."""
+    made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    fused: dict[int, Val] = {}
+    kept: set[int] = set()
+    needed: set[int] = set()
+    work = [v for v in jaxpr.outvars if not isinstance(v, compat.Literal)]
+    for eqn in jaxpr.eqns:
+        if eqn.effects:
+            kept.add(id(eqn))
+            work += [v for v in eqn.invars if not isinstance(v, compat.Literal)]
+    while work:
+        var = work.pop()
+        if id(var) in needed:
+            continue
+        needed.add(id(var))
+        value = d.env.get(id(var))
+        if value is not None and id(var) in made_by and pays(d, value):
+            fused[id(var)] = value
+            work += leaves(value)
+            continue
+        eqn = made_by.get(id(var))
+        if eqn is not None and id(eqn) not in kept:
+            kept.add(id(eqn))
+            work += [v for v in eqn.invars if not isinstance(v, compat.Literal)]
+    return levels(d, jaxpr, fused, kept)
+
+
+def pays(d: Detector, value: Val) -> bool:
+    """Whether a call computes a needed value: it looks rows up, or (`Options.fuse_values`) is long and exact."""
+    if value.takes:
+        return not grows(d, value)
+    if not d.options.fuse_values or value.expr is None or not value.expr.exact:
+        return False
+    seen: set[int] = set()
+    return sum(isinstance(e, (ir.Op, ir.Search)) for e in ir.walk(value.expr, seen)) >= LONG
+
+
+def grows(d: Detector, value: Val) -> bool:
+    """Whether a value repeats lookups along new axes: XLA then spreads the smaller array itd."""
+    if value.expr is None:
+        return False
+    sizes = [d.unifier.value(n) for n in value.shape]
+    memo: dict[int, frozenset[int]] = {}
+    own = 0
+    work = [value.expr]
+    seen: set[int] = (
+        set()
+    )  # a shared node once: as a tree, an expression may be exponentially large
+    while work:
+        e = work.pop()
+        if id(e) in seen:
+            continue
+        seen.add(id(e))
+        if isinstance(e, (ir.Take, ir.Reduce, ir.SegReduce)):
+            if e.takes:
+                own += math.prod(sizes[k] for k in ir.depends(e, memo))
+        else:
+            work += e.children
+    return math.prod(sizes) > 2 * own
+
+
+def levels(d: Detector, jaxpr: Any, fused: dict[int, Val], kept: set[int]) -> Detected:
+    """Orders fused results into calls: a call's operands must exist before it."""
+    ready: dict[int, int] = {}
+    outputs: list[Output] = []
+    eqns: list[tuple[int, Any]] = []
+    late: list[Any] = []
+    effects = 0
+    for eqn in jaxpr.eqns:
+        for var in eqn.outvars:
+            if id(var) in fused:
+                level = max((ready.get(id(v), 0) for v in leaves(fused[id(var)])), default=0)
+                outputs.append(Output(var, fused[id(var)], level))
+                if level > rows_level(d, fused[id(var)], ready, level):
+                    late.append(var)
+                ready[id(var)] = level + 1
+        if id(eqn) in kept:
+            level = max((ready.get(id(v), 0) for v in eqn.invars), default=0)
+            if eqn.effects:  # effects keep their order
+                level = effects = max(level, effects)
+            eqns.append((level, eqn))
+            for var in eqn.outvars:
+                if id(var) not in fused:
+                    ready[id(var)] = level
+    return Detected(
+        d.closed,
+        d.pool,
+        d.unifier,
+        tuple(outputs),
+        tuple(eqns),
+        tuple(d.reads),
+        d.value_of,
+        d.arguments,
+        d.operands,
+        d.sizes,
+        tuple(late),
+        tuple(d.others),
+    )
+
+
+def rows_level(d: Detector, value: Val, ready: dict[int, int], level: int) -> int:
+    """The level at which the rows of an unpooled value could be looked up (`level` for other values)."""
+    if value.expr is None or isinstance(value.expr, ir.Take):
+        return level
+    seen: set[int] = set()
+    nodes = list(ir.walk(value.expr, seen))
+    if any(isinstance(e, (ir.Reduce, ir.SegReduce)) for e in nodes):
+        return level
+    takes = [e for e in nodes if isinstance(e, ir.Take)]
+    return max((ready.get(id(v), 0) for e in takes for v in leaves(Val((), e))), default=level)
