@@ -376,17 +376,16 @@ struct Plan::Builder {
     while (i < plan.cols.size()) {
       const Col& first = plan.cols[i];
       size_t end = i;
-      double run = 0;
       while (end < plan.cols.size() && plan.cols[end].bags == first.bags &&
              plan.cols[end].cls->jagged == first.cls->jagged) {
-        run += cost[end++];
+        ++end;
       }
-      if (first.bags > 0) split(i, end, run, target);
+      if (first.bags > 0) split(i, end, target);
       i = end;
     }
   }
 
-  void split(size_t begin, size_t end, double run, double target) {
+  void split(size_t begin, size_t end, double target) {
     const int64_t bags = plan.cols[begin].bags;
     const bool jagged = plan.cols[begin].cls->jagged;
     const int threads = plan.threads_;

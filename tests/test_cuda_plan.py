@@ -45,7 +45,7 @@ class Call:
     def plan(self, sms: int = 132, pointers: int = 4064, **changed: Any) -> list[dict[str, Any]]:
         words = changed.get("words", self.words())
         made = _recom.cuda_plan(
-            encode(self.program).words,
+            changed.get("program", encode(self.program).words),
             words if isinstance(words, bytes) else struct.pack(f"<{len(words)}q", *words),
             np.array(changed.get("layout", self.layout), np.int64),
             changed.get("operands", self.operands),
@@ -355,18 +355,6 @@ def test_malformed_launch_words(fault):
     ]
     with pytest.raises(ValueError, match="recom"):
         call.plan(words=wrong[fault])
-
-
-def test_any_word_may_be_wrong():
-    call = lookups(3, 8)
-    good, rng = call.words(), np.random.default_rng(0)
-    for _ in range(300):
-        words = list(good)
-        words[rng.integers(len(words))] = int(rng.choice([-1, 0, 1, 2, 5, 1 << 40, -(1 << 62)]))
-        try:
-            check_tiles(call, call.plan(words=words))
-        except (ValueError, AssertionError):
-            continue
 
 
 @pytest.mark.parametrize(
