@@ -138,7 +138,7 @@ def fuzz_programs(samples: list[Sample], rounds: int, seed: int) -> Counter[str]
     return outcomes
 
 
-@pytest.mark.parametrize(("samples", "rounds"), [(by_hand, 3000), (by_compiler, 800)])
+@pytest.mark.parametrize(("samples", "rounds"), [(by_hand, 3000), (by_compiler, 3000)])
 def test_mutated_programs(samples: Any, rounds: int) -> None:
     before = [s.run(s.words) for s in samples()]
     outcomes = fuzz_programs(samples(), rounds, seed=0)
