@@ -1,4 +1,4 @@
-"""`python -m benchmarks.report`: docs/performance.md from benchmarks/results/*.json."""
+"""`python -m benchmarks.report`: docs/performance.md and docs/plots/ from benchmarks/results/*.json."""
 
 import argparse
 import itertools
@@ -7,13 +7,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import record
+from benchmarks import plots, record
 from benchmarks.driver import RESULTS
 from benchmarks.machine import ROOT
+from benchmarks.plots import Chart
 from benchmarks.record import Row, Target
 from benchmarks.steady import DEVICE, NUMPY, PLAIN
 
 DOCUMENT = ROOT / "docs" / "performance.md"
+PLOTS = "plots"  # beside the page
 Data = Mapping[str, Any]
 
 INTRO = """\
@@ -73,7 +75,7 @@ def reach(cases: Sequence[Data]) -> list[str]:
 
 
 def _limit(t: Target) -> str:
-    fraction = {1 / n: f"1/{n}" for n in (2, 4, 6, 8)}
+    fraction = {1 / n: f"1/{n}" for n in (2, 4, 6, 8, 12)}
     words = {"<=": "at most ", "<": "less than ", "==": ""}[t.relation]
     return f"{words}{fraction.get(t.limit, number(t.limit))} {t.unit}".strip()
 
@@ -108,7 +110,7 @@ def group_table(rows: Sequence[Row]) -> list[str]:
     return table(head, lines)
 
 
-def case_section(data: Data, isa: str | None) -> list[str]:
+def case_section(data: Data, isa: str | None, charts: Sequence[Chart]) -> list[str]:
     """All tables of a case, and what it was run with; `isa` is that of the machine's first case."""
     versions, git = data["versions"], data["git"]
     commit = (git["commit"] or "unknown")[:10] + (" with changes" if git["modified"] else "")
@@ -119,6 +121,8 @@ def case_section(data: Data, isa: str | None) -> list[str]:
         lines[-1] += f" Running {versions['isa'] or 'unknown'} code."
     if data["settings"]["quick"]:
         lines += ["", "**A quick run with tiny models: these numbers mean nothing.**"]
+    for chart in charts:
+        lines += ["", f"![{chart.title}, {chart.unit}]({PLOTS}/{chart.file})"]
     rows = record.rows_of(data)
     for group in dict.fromkeys(r.group for r in rows):
         lines += ["", f"**{group}**", "", *group_table([r for r in rows if r.group == group])]
@@ -138,7 +142,7 @@ def case_section(data: Data, isa: str | None) -> list[str]:
     return [*lines, ""]
 
 
-def machine_section(cases: Sequence[Data]) -> list[str]:
+def machine_section(cases: Sequence[Data], charts: Mapping[Any, Sequence[Chart]]) -> list[str]:
     """Everything measured on one machine with one JAX."""
     m, v = cases[0]["machine"], cases[0]["versions"]
     facts = f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, {m['os']}. Python {v['python']}, JAX "
@@ -148,7 +152,7 @@ def machine_section(cases: Sequence[Data]) -> list[str]:
     title += f"{m['cpu']}, {m['cores']} cores, JAX {v['jax']}"
     lines = [f"## {title}", "", facts, "", *reach(cases), ""]
     for data in cases:
-        lines += case_section(data, v["isa"])
+        lines += case_section(data, v["isa"], charts.get(plots.key_of(data), ()))
     return lines
 
 
@@ -178,8 +182,9 @@ def render(groups: Sequence[Sequence[Data]]) -> str:
     lines = [INTRO]
     if not groups:
         lines.append("Nothing was measured yet.")
+    charts = plots.charts(groups)
     for cases in groups:
-        lines += machine_section(cases)
+        lines += machine_section(cases, charts)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -191,20 +196,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="write nothing; fail if the page is out of date"
     )
     args = p.parse_args(argv)
+    folder = args.out.parent / PLOTS
     try:
-        text = render(load(args.results))
+        groups = load(args.results)
+        text = render(groups)
     except (OSError, ValueError) as why:
         print(f"error: {why}", file=sys.stderr)
         return 2
+    charts = [c for made in plots.charts(groups).values() for c in made]
     if args.check:
-        same = args.out.exists() and args.out.read_text() == text
-        print(
-            f"{args.out}: {'up to date' if same else 'out of date: run python -m benchmarks.report'}"
-        )
-        return 0 if same else 1
+        stale = [str(folder / n) for n in plots.stale(charts, folder)]
+        if not args.out.exists() or args.out.read_text() != text:
+            stale.insert(0, str(args.out))
+        for name in stale:
+            print(f"{name}: out of date: run python -m benchmarks.report")
+        if not stale:
+            print(f"{args.out} and {len(charts)} plots: up to date")
+        return 1 if stale else 0
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(text)
     print(f"wrote {args.out}")
+    try:
+        plots.write(charts, folder)
+    except ImportError:
+        print("error: plots need matplotlib: pip install 'recom_jax[bench]'", file=sys.stderr)
+        return 2
+    print(f"{folder}: {len(charts)} plots")
     return 0
 
 
