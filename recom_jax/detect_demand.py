@@ -86,10 +86,9 @@ def levels(d: Detector, jaxpr: Any, fused: dict[int, Val], kept: set[int]) -> De
     for eqn in jaxpr.eqns:
         for var in eqn.outvars:
             if id(var) in fused:
-                level = max((ready.get(id(v), 0) for v in leaves(fused[id(var)])), default=0)
+                level = level_of(fused[id(var)], ready)
                 outputs.append(Output(var, fused[id(var)], level))
-                if level > rows_level(d, fused[id(var)], ready, level):
-                    late.append(var)
+                late += waiting(d, var, ready)
                 ready[id(var)] = level + 1
         if id(eqn) in kept:
             level = max((ready.get(id(v), 0) for v in eqn.invars), default=0)
@@ -113,6 +112,32 @@ def levels(d: Detector, jaxpr: Any, fused: dict[int, Val], kept: set[int]) -> De
         tuple(late),
         tuple(d.others),
     )
+
+
+def level_of(value: Val, ready: dict[int, int]) -> int:
+    """The first call that could compute a value, as far as is known what makes its operands."""
+    return max((ready.get(id(v), 0) for v in leaves(value)), default=0)
+
+
+def waiting(d: Detector, var: Any, ready: dict[int, int]) -> list[Any]:
+    """The variable if it waits for what XLA makes of its own rows; then those of its inputs that would do so in turn.
+
+    All at once: left to XLA one by one, each would cost an analysis of the whole program.
+    """
+    found: list[Any] = []
+    work, seen = [var], set()
+    while work:
+        v = work.pop()
+        value = d.env.get(id(v))
+        if id(v) in seen or value is None or id(v) not in d.made_by() or not pays(d, value):
+            continue
+        seen.add(id(v))
+        level = level_of(value, ready)
+        if level > rows_level(d, value, ready, level):
+            found.append(v)
+            eqn, _ = d.made_by()[id(v)]
+            work += [x for x in eqn.invars if not isinstance(x, compat.Literal)]
+    return found
 
 
 def rows_level(d: Detector, value: Val, ready: dict[int, int], level: int) -> int:

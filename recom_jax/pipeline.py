@@ -101,7 +101,7 @@ def _compile(traced: Traced, options: Options) -> Compiled:
         except PartError as why:
             if attempt >= _MAX_ATTEMPTS:  # a model of only such values: leave it to XLA whole
                 forced = {id(v): str(why) for e in traced.jaxpr.eqns for v in e.outvars}
-            forced[id(why.var)] = str(why)
+            forced |= {id(v): reason for v, reason in why.failed}
             continue
         break
     encoded = [(level, s, prepare(s, options)) for level, s in scheduled]

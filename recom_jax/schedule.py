@@ -58,21 +58,22 @@ class Piece:
 
 
 class PartError(EncodeError):
-    """A part that the format cannot express; `var` is the result variable it belongs to."""
+    """Parts that the format cannot express: the result variables they belong to, and why. All that were found."""
 
-    def __init__(self, var: Any, why: str) -> None:
+    def __init__(self, var: Any, why: str, *others: tuple[Any, str]) -> None:
         super().__init__(why)
-        self.var = var
+        self.failed = ((var, why), *others)
 
 
 def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
     """Makes the program of one call.
 
     Raises:
-      PartError: a part cannot be expressed; the caller leaves that variable to XLA and detects again.
+      PartError: parts cannot be expressed; the caller leaves their variables to XLA and detects again.
     """
     resolve = detected.unifier.resolve
     pieces: list[tuple[int, Piece]] = []
+    failed: list[tuple[Any, str]] = []
     for k, out in enumerate(outputs):
         parts = out.val.parts
         if out.val.expr is not None:
@@ -81,8 +82,11 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
             try:
                 piece = _piece(detected, p, k)
             except EncodeError as why:
-                raise PartError(out.var, str(why)) from why
+                failed.append((out.var, str(why)))
+                break
             pieces.append((detected.unifier.value(p.offset), piece))
+    if failed:
+        raise PartError(*failed[0], *failed[1:])
     pieces.sort(key=lambda x: (x[1].result, x[0]))
     order: list[Any] = []
     index: dict[int, int] = {}
@@ -101,12 +105,15 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
         try:
             cls, values = emitter.column(group)
         except EncodeError as why:
-            raise PartError(outputs[group[0].result].var, str(why)) from why
+            failed.append((outputs[group[0].result].var, str(why)))
+            continue
         columns.append(
             (classes.setdefault(cls, len(classes)), values, outputs[group[0].result].var)
         )
         found = (x for p in group for x in ir.walk(p.expr))
         lookups.append(frozenset(id(x) for x in found if isinstance(x, ir.Take)))
+    if failed:
+        raise PartError(*failed[0], *failed[1:])
     made = _finish(detected, outputs, order, list(classes), columns)
     return dataclasses.replace(made, lookups=tuple(lookups))
 

@@ -217,6 +217,22 @@ def test_a_forced_read_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the moon is full" in report.to_text()
 
 
+def test_many_parts_that_cannot_be_expressed_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More outer products than there are attempts: what they are made of is fused, and the column beside them."""
+    seen = []
+    monkeypatch.setattr(
+        pipeline, "detect", lambda *args, real=pipeline.detect: seen.append(args) or real(*args)
+    )
+
+    def fn(t: Any, x: Any) -> Any:
+        pairs = [(t[x + k], t[2 * x + k]) for k in range(70)]
+        return [a[:, :, None] * b[:, None, :] for a, b in pairs], t[x % 7]
+
+    report = check(fn, table(40, 3), ids((4,), 20), columns=141, bound=Bag(1))
+    assert report.num_fused == 141
+    assert len(seen) <= 3 * 2  # the call, and the report
+
+
 def test_nothing_can_be_expressed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value is refused, one by one: the function runs as plain JAX, in bounded time."""
 

@@ -271,8 +271,12 @@ def test_equal_chains_written_twice_are_one() -> None:
     check(fn, T, table(100, 4), odd_ids()[:, 0], columns=2)
 
 
-def test_a_deep_sum_of_lookups() -> None:
-    """A sum of hundreds of lookups is cut into several calls, not refused and not too deep for Python."""
+def test_a_deep_sum_of_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum of hundreds of lookups is not refused, nor too deep for Python, nor analysed once for each of its steps."""
+    seen = []
+    monkeypatch.setattr(
+        pipeline, "detect", lambda *args, real=pipeline.detect: seen.append(args) or real(*args)
+    )
 
     def fn(ts: Any, x: Any) -> Any:
         total = jnp.zeros((4, 1))
@@ -284,9 +288,10 @@ def test_a_deep_sum_of_lookups() -> None:
         fn,
         [table(20, 1, seed=k) for k in range(3)],
         ids((4,), 20),
-        calls=None,
+        columns=250,
         bound=Bag(250, magnitude=np.float32(2000)),
     )
+    assert len(seen) <= 2 * 2  # the call, and the report
 
 
 @pytest.mark.parametrize("rows", [1, 2])
