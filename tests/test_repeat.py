@@ -94,7 +94,7 @@ def test_hundreds_of_columns_need_one_trace_of_repeat(monkeypatch: pytest.Monkey
 # ---- numbers -----------------------------------------------------------------------------------------------------
 
 
-# (bags, positions). Every pair with a dtype is a compilation: each dtype meets two of the usual sizes and one at the edge.
+# (bags, positions). Every pair with a dtype is a compilation: each dtype meets two usual sizes and one at the edge.
 USUAL, EDGE = ((2, 3), (5, 12), (7, 600)), ((1, 1), (1, 6), (4, 1))
 
 
