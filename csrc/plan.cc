@@ -12,13 +12,13 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "plan_chunks.h"
 
 namespace recom {
 namespace {
 
 constexpr int64_t kLimit = int64_t{1} << 40;  // of any count of items
 constexpr int64_t kRowElements = 1 << 16;     // of one materialised row register
-constexpr int64_t kSmallWork = 20000;         // element operations that one thread does at once
 constexpr size_t kMaxPlans = 16;              // per program
 
 [[noreturn]] void fail(const std::string& what) { throw ProgramError("recom call: " + what); }
@@ -86,7 +86,6 @@ struct Plan::Builder {
   const std::vector<Buffer>& results;
   std::vector<int64_t> operand_sizes, result_sizes, dims;
   std::vector<double> cost;  // per bag, of each column
-  double total_cost = 0;
 
   void run() {
     for (const Buffer& b : operands) operand_sizes.push_back(elements(b));
@@ -100,42 +99,8 @@ struct Plan::Builder {
       column(col, at);
       at += p.classes[col.cls].n_words;
     }
-    group();
-    partition();
-  }
-
-  // Bytes of the rows that a plain lookup column writes through, 0 if it is no such column.
-  int64_t plain_bytes(const Col& col) const {
-    const ColumnClass& c = *col.cls;
-    if (c.plain_take < 0 || !col.v[c.ops[c.plain_take].words + 1]) return 0;
-    const Register& g = c.regs[c.ops[c.plain_take].dst];
-    if (operands[col.v[c.ops[c.plain_take].buffer]].dtype != g.dtype) return 0;
-    const int64_t bytes = col.v[g.width_slot] * g.size;
-    return bytes == 16 || bytes == 32 || bytes == 64 || bytes == 128 ? bytes : 0;
-  }
-
-  // Finds runs of columns whose rows lie side by side, so that one pass may write them all.
-  void group() {
-    for (size_t i = 0; i < plan.cols.size();) {
-      Col& first = plan.cols[i];
-      const int64_t bytes = plain_bytes(first);
-      size_t end = i + 1;
-      while (bytes && end < plan.cols.size() && (end - i + 1) * bytes <= kGroupBytes) {
-        const Col &last = plan.cols[end - 1], &next = plan.cols[end];
-        if (plain_bytes(next) != bytes || next.bags != first.bags) break;
-        const Op &a = last.cls->ops.back(), &b = next.cls->ops.back();
-        const Register& g = last.cls->regs[a.a];
-        if (next.cls->regs[b.a].size != g.size || last.v[a.buffer] != next.v[b.buffer] ||
-            last.v[a.words] != next.v[b.words] ||
-            (last.v[a.words] == 1 && last.v[a.words + 2] != next.v[b.words + 2]) ||
-            next.v[b.offset] - last.v[a.offset] != bytes / g.size) {
-          break;
-        }
-        ++end;
-      }
-      first.group = static_cast<int>(end - i);
-      i = end;
-    }
+    group_columns(operands, &plan);
+    cut_chunks(cost, plan.threads_, &plan);
   }
 
   void resolve_dims() {
@@ -238,7 +203,6 @@ struct Plan::Builder {
     plan.cols.push_back(out);
     plan.max_regs = std::max<int64_t>(plan.max_regs, c.regs.size());
     cost.push_back(per_bag);
-    total_cost += per_bag * out.bags;
   }
 
   // Checks one instruction, writes its derived words, and returns its cost per bag.
@@ -364,55 +328,6 @@ struct Plan::Builder {
     }
     out->temp = at;
     plan.scratch_bytes = std::max(plan.scratch_bytes, at + 3 * out->temp_each);
-  }
-
-  // Splits the work: runs of adjacent columns with equally many bags, by tiles of bags.
-  void partition() {
-    const int threads = plan.threads_;
-    plan.small = total_cost < kSmallWork || threads <= 1;
-    const double target =
-        plan.small ? total_cost + 1 : std::max(total_cost / (threads * 16.0), kSmallWork / 4.0);
-    size_t i = 0;
-    while (i < plan.cols.size()) {
-      const Col& first = plan.cols[i];
-      size_t end = i;
-      while (end < plan.cols.size() && plan.cols[end].bags == first.bags &&
-             plan.cols[end].cls->jagged == first.cls->jagged) {
-        ++end;
-      }
-      if (first.bags > 0) split(i, end, target);
-      i = end;
-    }
-  }
-
-  void split(size_t begin, size_t end, double target) {
-    const int64_t bags = plan.cols[begin].bags;
-    const bool jagged = plan.cols[begin].cls->jagged;
-    const int threads = plan.threads_;
-    int64_t tile = jagged ? (bags + threads - 1) / threads : tile_for(bags);
-    if (plan.small) tile = bags;
-    for (int64_t b = 0; b < bags; b += tile) {
-      const int64_t n = std::min(tile, bags - b);
-      size_t c = begin;
-      while (c < end) {
-        double work = 0;
-        size_t stop = c;
-        do {
-          // A group of columns is not torn apart.
-          const size_t whole = std::min<size_t>(stop + plan.cols[stop].group, end);
-          while (stop < whole) work += cost[stop++] * n;
-        } while (stop < end && work + cost[stop] * n / 2 < target);
-        plan.chunks.push_back({static_cast<int>(c), static_cast<int>(stop), b, b + n});
-        c = stop;
-      }
-    }
-  }
-
-  int64_t tile_for(int64_t bags) {
-    // Blocks of columns do the balancing: two threads take them from the two ends.
-    // A few tiles a thread hold together so many bags that a column's table is read once for them.
-    if (bags <= 4 * kMaxTile) return bags;
-    return kMaxTile * 2;
   }
 };
 
