@@ -21,7 +21,6 @@ SETTINGS: Any = {
     "axes.spines.right": False,
 }
 PLAIN_NUMBERS = FuncFormatter(lambda x, _: f"{x:,.4g}" if x < 1000 else f"{x:,.0f}")
-WIDE = 30.0  # largest over smallest value: from here on, a logarithmic axis
 
 
 def draw(chart: Chart, path: pathlib.Path) -> None:
@@ -36,15 +35,15 @@ def draw(chart: Chart, path: pathlib.Path) -> None:
 def _bars(chart: Chart) -> Figure:
     heights = [len(p.bars) + 1.4 for p in chart.panels]
     figure = Figure(figsize=(9, 0.55 + 0.19 * sum(heights)), layout="constrained")
-    values = [b.value for p in chart.panels for b in p.bars if b.value > 0]
-    logarithmic = bool(values) and max(values) > WIDE * min(values)
     made: Any = figure.subplots(
         len(heights), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
     )
     for axes, panel in zip(made[:, 0], chart.panels, strict=True):
-        _panel(axes, panel, logarithmic)
+        _panel(axes, panel, chart.logarithmic)
     last = made[-1, 0]
-    last.set_xlabel(f"{chart.unit}{', logarithmic' if logarithmic else ''}{_legend(chart.panels)}")
+    last.set_xlabel(
+        f"{chart.unit}{', logarithmic' if chart.logarithmic else ''}{_legend(chart.panels)}"
+    )
     return figure
 
 
@@ -97,12 +96,11 @@ def _lines(chart: Chart) -> Figure:
         axes.plot(xs, ys, style, color=color, marker="o", markersize=3, label=line.label,
                   linewidth=2 if line.ours else 1.2)  # fmt: skip
     places = sorted({x for line in chart.lines for x, _ in line.points})
-    values = [y for line in chart.lines for _, y in line.points if y > 0]
     if places[0] > 0 and places[-1] >= 8 * places[0]:
         axes.set_xscale("log")
         axes.set_xticks(places, [f"{x:,.0f}" for x in places])
         axes.minorticks_off()
-    if values and max(values) > WIDE * min(values):
+    if chart.logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(PLAIN_NUMBERS)
     axes.set_xlabel(chart.x)

@@ -17,9 +17,16 @@ from benchmarks import record
 from benchmarks.record import Row, Target
 
 Data = Mapping[str, Any]
-OURS = ("recom_jax", "fused kernel", "co-run")  # how the names of our contestants begin
+OURS = (
+    "recom_jax",
+    "fused kernel",
+    "co-run",
+    "all rewrites",
+)  # how the names of our contestants begin
 NOT_DRAWN = ("idioms", "strings")  # many rows of one kind: their tables say it better
 MEMORY = ("memory before the call", "memory after the call")
+SHARES = ("stages",)  # parts of a whole: only a linear axis shows what they take of it
+WIDE = 30.0  # largest over smallest value: from here on, a logarithmic axis
 NUMBER = re.compile(r"\d[\d,]*")
 
 
@@ -61,6 +68,7 @@ class Chart:
     panels: tuple[Panel, ...] = ()
     lines: tuple[Line, ...] = ()
     x: str = ""
+    logarithmic: bool = False
 
     @property
     def file(self) -> str:
@@ -105,15 +113,22 @@ def case_charts(data: Data) -> Iterator[Chart]:
         title = f"{data['title']}, {m.get('gpu', m['cpu'])}"
         if unit == "calls/s":
             lines = _lines(mine, lambda r: _first_number(r.inputs), _without_number)
-            yield Chart(name, title, unit, lines=lines, x="calling threads")
+            yield Chart(name, title, unit, (), lines, "calling threads", _wide(mine))
             continue
         over = _varying(mine)
         if over is None:
-            yield Chart(name, title, unit, panels=tuple(_panels(mine, targets, data["facts"])))
+            panels = tuple(_panels(mine, targets, data["facts"]))
+            logarithmic = _wide(mine) and data["case"] not in SHARES
+            yield Chart(name, title, unit, panels, logarithmic=logarithmic)
         else:
             at, x = over
             lines = _lines(mine, lambda r, at=at: _numbers(r.group)[at], _contestant)
-            yield Chart(name, title, unit, lines=lines, x=x)
+            yield Chart(name, title, unit, (), lines, x, _wide(mine))
+
+
+def _wide(rows: Sequence[Row]) -> bool:
+    values = [r.median for r in rows if r.median > 0]
+    return bool(values) and max(values) > WIDE * min(values)
 
 
 def _plain(unit: str) -> str:
@@ -162,10 +177,11 @@ def _lines(rows: Sequence[Row], x_of: Any, label_of: Any) -> tuple[Line, ...]:
 
 
 def _panels(rows: Sequence[Row], targets: Sequence[Target], facts: Data) -> Iterator[Panel]:
+    jaxs = facts.get("jax's own")  # of the stages, by name: the others are ours
     for group in dict.fromkeys(r.group for r in rows):
         bars = [
             Bar(_contestant(r), _short(r.median), _short(r.p10), _short(r.p90),
-                r.contestant.startswith(OURS), _limit(r, targets))
+                r.contestant not in jaxs if jaxs else r.contestant.startswith(OURS), _limit(r, targets))
             for r in rows
             if r.group == group
         ]  # fmt: skip
