@@ -132,6 +132,13 @@ def case_section(data: Data, isa: str | None, charts: Sequence[Chart]) -> list[s
             "",
             "Also: " + "; ".join(f"{k.replace('_', ' ')} {v}" for k, v in shown.items()) + ".",
         ]
+    floors = data["facts"].get("floors_us")
+    if floors:
+        head = [
+            "every row in use, every input and every result moved once",
+            "at copy bandwidth, us:",
+        ]
+        lines += ["", *table(head, [[group, number(us)] for group, us in floors.items()])]
     structure = data["facts"].get("structure")
     if structure:
         head = ["variant", "columns fused:", "calls:", "classes of code:"]

@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import plots, record, report
@@ -135,3 +136,19 @@ def test_files_follow_the_data(lines: bool, tmp_path: pathlib.Path) -> None:
     draw(chart, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_bytes() == (tmp_path / chart.file).read_bytes()
     assert (tmp_path / chart.file).stat().st_size < 100_000
+
+
+def test_floors_of_a_small_model() -> None:
+    """Counted by hand: each row in use, the ids and the results, once."""
+    from benchmarks.cases.gpu import recom_bytes
+    from examples.recom_models import Column, RecomModel
+
+    bucket = Column("b", "bucket", 101, 8, np.linspace(0, 500, 100).astype(np.float32))
+    pooled = Column("s", "sparse", 10, 8)
+    batch = {
+        "b": np.array([1.0, 1.5, 400.0], np.float32),  # two rows
+        "s": np.array([[3, 13, -1], [23, 4, -1], [-1, -1, -1]], np.int32),  # rows 3 and 4
+    }
+    model = RecomModel("small", (bucket, pooled), top=())
+    want = (2 * 32 + 12 + 3 * 32) + (2 * 32 + 36 + 3 * 32)
+    assert recom_bytes(model, batch) == want

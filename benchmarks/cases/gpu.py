@@ -16,7 +16,7 @@ from benchmarks.record import Result, Row, Target
 from benchmarks.timing import paired_ratio
 from benchmarks.workloads import make
 from examples.recflex import RecflexModel, recflex
-from examples.recom_models import model_e, model_f
+from examples.recom_models import RecomModel, int_hash, model_e, model_f
 
 FUSED, FUSED_COLD = "fused kernel", "fused kernel, caches flushed"
 HAND = "jax.jit, hand-batched, pipelined"
@@ -33,6 +33,8 @@ def run_kernels(context: Context) -> Result:
     s = context.settings
     rows: list[Row] = []
     targets: list[Target] = []
+    floors: dict[str, float] = {}
+    bandwidth = round(copy_bandwidth(), 2)
     for name, make_model in (("e", model_e), ("f", model_f)):
         model = make_model(s.large_rows, s.scale)
         params = jax.device_put(model.init(seed=0))
@@ -42,6 +44,7 @@ def run_kernels(context: Context) -> Result:
             group = f"model {name.upper()}, columns only, batch {size}: kernel"
             with context.progress.step(group):
                 batch = model.batch(size, 0)
+                floors[group] = round(recom_bytes(model, batch) / bandwidth / 1e6, 2)
                 kernel, found = fused(group, model.columns, params, batch)
                 rows += found
                 there = jax.device_put(model.stack_batch(batch))
@@ -53,7 +56,8 @@ def run_kernels(context: Context) -> Result:
                            found[0].median / float(np.median(peer)), "<=", 1 / 3)
                 )  # fmt: skip
         del params, stacked, kernel
-    return Result(tuple(rows), tuple(targets), {"copy_tb_per_s": round(copy_bandwidth(), 2)})
+    facts = {"copy_tb_per_s": bandwidth, "floors_us": floors}
+    return Result(tuple(rows), tuple(targets), facts)
 
 
 def run_recflex(context: Context) -> Result:
@@ -167,6 +171,21 @@ def floor_us(model: RecflexModel, batch: Any, tb_per_s: float) -> float:
         bags = len(batch[f"{f.name}_splits"]) - 1 if f.jagged else len(ids)
         moved += np.unique(ids).size * f.dim * 4 + ids.nbytes + bags * f.dim * 4
     return moved / tb_per_s / 1e6
+
+
+def recom_bytes(model: RecomModel, batch: Any) -> int:
+    """Bytes of every row in use once, of every input and of every result."""
+    moved = 0
+    for c in model.specs:
+        x = np.asarray(batch[c.name])
+        if c.kind == "bucket":
+            rows = np.digitize(x, c.boundaries)
+        elif c.kind == "hash":
+            rows = np.asarray(int_hash(jnp.asarray(x), c.rows))
+        else:
+            rows = x[x >= 0] % c.rows
+        moved += np.unique(rows).size * c.dim * 4 + x.nbytes + len(x) * c.dim * 4
+    return moved
 
 
 def copy_bandwidth(nbytes: int = 2 << 30) -> float:
