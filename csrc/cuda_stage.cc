@@ -10,6 +10,8 @@
 #include <thread>
 #include <unordered_map>
 
+#include "handover.h"
+
 namespace recom {
 
 namespace {
@@ -84,6 +86,7 @@ void stage_copy(void* to, const StageSource& source, cuda::Stream stream) {
 void stage_copy_on_host(void* to, const StageSource& source) {
   if (const int64_t us = delay_us) std::this_thread::sleep_for(std::chrono::microseconds(us));
   std::memcpy(to, source.host, static_cast<size_t>(source.nbytes));
+  hand_over(source.host);
   ++copies;
 }
 

@@ -10,10 +10,27 @@
 #include <vector>
 
 #include "ffi_call.h"
+#include "handover.h"
 #include "interp.h"
+#if defined(__SANITIZE_THREAD__)
+#include "packing_pool.h"
+#endif
 
 namespace recom {
 namespace {
+
+Executor executor_of(ffi::ThreadPool& pool) {
+  const int threads = static_cast<int>(std::max<int64_t>(pool.num_threads(), 1));
+#if defined(__SANITIZE_THREAD__)
+  // XLA's pool hands tasks over by atomics of its own, which the sanitizer does not see.
+  return packing::Helpers(threads);
+#else
+  Executor executor;
+  executor.threads = threads;
+  executor.schedule = [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); };
+  return executor;
+#endif
+}
 
 ffi::Error fused(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                  std::string_view program_bytes, std::string_view hash,
@@ -22,9 +39,8 @@ ffi::Error fused(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRe
     const auto program = cached_program(hash, program_bytes);
     std::vector<Buffer> physical, results;
     if (auto error = read_buffers(args, rets, &physical, &results)) return *error;
-    Executor executor;
-    executor.threads = static_cast<int>(std::max<int64_t>(pool.num_threads(), 1));
-    executor.schedule = [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); };
+    const Executor executor = executor_of(pool);
+    const Borrowed borrowed(physical);
     run_program(*program, physical, results, binding.begin(), binding.size(), executor);
     return ffi::Error::Success();
   });

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <iterator>
 
+#include "handover.h"
+
 namespace recom::packing {
 
 namespace {
@@ -54,6 +56,7 @@ std::shared_ptr<Lease> Ring::Take() {
   }
   lease->occupancy = hold;
   lease->hold = std::move(hold);
+  take_over(lease->data());
   if (!ready[lease->slot]) {
     std::memset(lease->data(), 0, stride);
     layout->WriteHeader(lease->data());

@@ -171,6 +171,23 @@ def test_more_threads_than_slots(cases: Any) -> None:
     run(work, calls=20)
 
 
+def test_batches_that_several_threads_compute() -> None:
+    """Large enough for XLA's pool to help with a call, while others' calls run and slots come round again."""
+    rng = np.random.default_rng(0)
+    few = []
+    for _ in range(3):
+        batch = {f"c{k}": rng.integers(0, 40, (9000, 3)).astype(np.int32) for k in range(6)}
+        batch["dense"] = rng.standard_normal((9000, 5), dtype=np.float32)
+        few.append((batch, np.asarray(jax.jit(model)(PARAMS, batch))))
+    serve = recom_jax.optimize(model).bind(PARAMS)
+
+    def work(k: int, n: int) -> None:
+        batch, want = few[(k + n) % 3]
+        check(serve(batch), want)
+
+    run(work, threads=8, calls=12)
+
+
 def test_different_models_at_once(cases: Any) -> None:
     def work(k: int, n: int) -> None:
         scale = float(k)
