@@ -9,16 +9,46 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 
 #include "cuda_driver.h"
 
 namespace recom {
 
+// Who still writes a slot's bytes.
+class StageWriter {
+ public:
+  virtual ~StageWriter() = default;
+  // All bytes in front of the returned place are final: at least `least` beyond `from`, or the
+  // slot's end. Writes itself what nobody is writing. Throws where writing failed.
+  virtual int64_t Ready(int64_t from, int64_t least) = 0;
+};
+
+// A slot's writer, null where its bytes are final.
+class StageFeed {
+ public:
+  void Set(std::shared_ptr<StageWriter> writer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    writer_ = std::move(writer);
+  }
+  std::shared_ptr<StageWriter> Get() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return writer_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<StageWriter> writer_;
+};
+
 struct StageSource {
-  const void* host = nullptr;
+  const char* host = nullptr;
   int64_t nbytes = 0;
   const void* owner = nullptr;  // the ring
+  std::shared_ptr<StageFeed> feed;
 };
 
 // A later entry at the same address replaces an older one: the older token is gone then.
@@ -34,15 +64,17 @@ StageSource stage_source(const void* token, int64_t nbytes);
 std::string pin_memory(void* data, size_t nbytes, int device);
 void unpin_memory(void* data);
 
-// The copy, on XLA's stream.
+// The copy, on XLA's stream: in pieces while the slot is still being written.
 void stage_copy(void* to, const StageSource& source, cuda::Stream stream);
 // The same where device memory is host memory: for tests without a GPU.
 void stage_copy_on_host(void* to, const StageSource& source);
 // Tests only: such a copy sleeps first, so that a slot written too early shows.
 void set_stage_delay(int64_t microseconds);
+// How many bytes of a slot that is still being written make a piece.
+void set_stage_piece(int64_t nbytes);
 
 struct StageStats {
-  int64_t copies, sources;
+  int64_t copies, pieces, sources;
 };
 StageStats stage_stats();
 

@@ -14,6 +14,10 @@ void CollectGarbage(int generation) { py::module_::import("gc").attr("collect")(
 
 std::atomic<int64_t> live_views{0};
 
+// Less is copied before others could help.
+constexpr int64_t kOverlapBytes = int64_t{256} << 10;
+constexpr int64_t kHelperBytes = int64_t{192} << 10;  // each helper should have that much to copy
+
 struct ViewHold {
   std::shared_ptr<Lease> lease;
   std::shared_ptr<Occupancy> occupancy;
@@ -54,6 +58,7 @@ std::shared_ptr<Lease> Ring::Take() {
   }
   lease->occupancy = hold;
   lease->hold = std::move(hold);
+  feeds[lease->slot]->Set(nullptr);  // of a batch whose copying failed
   if (!ready[lease->slot]) {
     std::memset(lease->data(), 0, stride);
     layout->WriteHeader(lease->data());
@@ -176,7 +181,7 @@ std::string RegisterToken(Lease& lease, uintptr_t token, int device) {
     why = pin_memory(lease.data(), static_cast<size_t>(ring.stride), device);
     ring.pinned[lease.slot] = why.empty();
   }
-  stage_register(token, {lease.data(), ring.layout->total_bytes, &ring});
+  stage_register(token, {lease.data(), ring.layout->total_bytes, &ring, ring.feeds[lease.slot]});
   return why;
 }
 
@@ -205,8 +210,70 @@ int64_t Packer::PackInto(const std::shared_ptr<Lease>& lease, const py::object& 
   } done{*lease};
   Plan plan(*layout, lease->data(), lease->data() + layout->total_bytes);
   const int64_t bad = Checker(narrow).Check(*layout, leaves.items(), &plan);
-  if (bad < 0) leaves.RunPlan(plan, threads);
+  if (bad < 0) leaves.RunPlan(std::move(plan), threads);
   return bad;
+}
+
+py::object Packer::Begin(const std::shared_ptr<Lease>& lease, const py::object& sequence,
+                         int threads) const {
+  if (lease->ring->layout != layout && !(*lease->ring->layout == *layout))
+    throw py::value_error("begin: the slot has another layout");
+  // A tuple holds its items, whatever else happens; a list may change while they are copied.
+  const py::tuple kept = sequence;
+  Leaves leaves(kept, layout->entries.size(), "begin");
+  lease->Enter(Lease::kPacking, "begin()");
+  struct Done {
+    Lease& lease;
+    ~Done() {
+      if (lease.state == Lease::kPacking) lease.state = Lease::kLeased;
+    }
+  } done{*lease};
+  Plan plan(*layout, lease->data(), lease->data() + layout->total_bytes);
+  const int64_t bad = Checker(narrow).Check(*layout, leaves.items(), &plan);
+  if (bad >= 0) return py::int_(bad);
+  if (threads < 2 || plan.bytes() < kOverlapBytes) {
+    leaves.RunPlan(std::move(plan), threads);
+    lease->state = Lease::kLeased;
+    return py::make_tuple(TakeArray(*lease), py::none());
+  }
+  const int helpers = static_cast<int>(std::min<int64_t>(threads, 1 + plan.bytes() / kHelperBytes));
+  const auto job = std::make_shared<Job>(std::move(plan));
+  const auto slot = lease->occupancy.lock();
+  const auto& feed = lease->ring->feeds[lease->slot];
+  lease->state = Lease::kLeased;
+  py::object array = TakeArray(*lease);
+  feed->Set(job);
+  auto packing = py::cast(std::make_unique<Packing>(job, kept, slot, feed));
+  job->Start(helpers);  // last: whatever raises before has begun nothing
+  return py::make_tuple(std::move(array), std::move(packing));
+}
+
+Packing::~Packing() {
+  try {
+    Join();
+  } catch (...) {  // the call's own error says so
+  }
+}
+
+void Packing::Join() {
+  if (!job_) return;
+  const std::shared_ptr<Job> job = std::move(job_);
+  job_ = nullptr;
+  std::exception_ptr error;
+  {
+    std::optional<py::gil_scoped_release> release;
+    if (!job->Finished()) release.emplace();
+    try {
+      job->Join();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  if (!error)
+    feed_->Set(nullptr);  // the slot's bytes are final; where they are not, its calls fail
+  leaves_ = py::none();
+  slot_ = nullptr;
+  if (error) std::rethrow_exception(error);
 }
 
 py::object Packer::Pack(Ring& ring, const py::object& sequence, int threads) const {

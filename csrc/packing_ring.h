@@ -22,6 +22,7 @@
 
 #include "cuda_stage.h"
 #include "packing_copy.h"
+#include "packing_job.h"
 #include "packing_layout.h"
 #include "packing_memory.h"
 
@@ -53,6 +54,7 @@ struct Ring : std::enable_shared_from_this<Ring> {
         ready(n_slots, 0),
         pinned(n_slots, 0) {
     for (int i = n_slots - 1; i >= 0; --i) free.push_back(i);
+    for (int i = 0; i < n_slots; ++i) feeds.push_back(std::make_shared<StageFeed>());
   }
 
   ~Ring() {
@@ -107,6 +109,7 @@ struct Ring : std::enable_shared_from_this<Ring> {
   std::vector<int> free;  // the last one given back is taken first: it is warm
   std::vector<std::weak_ptr<Lease>> leases;
   std::vector<char> ready;  // header written, rest zeroed: at a slot's first use
+  std::vector<std::shared_ptr<StageFeed>> feeds;  // never changed: who writes a slot
   // Under the GIL, of a slot by who has leased it.
   std::vector<char> pinned;  // page-locked
   py::dict tokens;           // Python's: what a slot is called on a device
@@ -185,6 +188,28 @@ std::shared_ptr<Lease> LeaseOf(py::handle object);
 std::shared_ptr<Lease> LeaseAmong(const py::object& leaves);
 int64_t LiveViews();
 
+// A batch that is copied into its slot. Its leaves and the slot are kept until `Join`, which the
+// destructor calls, too.
+class Packing {
+ public:
+  Packing(std::shared_ptr<Job> job, py::object leaves, std::shared_ptr<Occupancy> slot,
+          std::shared_ptr<StageFeed> feed)
+      : job_(std::move(job)),
+        leaves_(std::move(leaves)),
+        slot_(std::move(slot)),
+        feed_(std::move(feed)) {}
+  Packing(const Packing&) = delete;
+  ~Packing();
+  // Returns once every leaf was read, and may be written again. Throws what a copy threw.
+  void Join();
+
+ private:
+  std::shared_ptr<Job> job_;
+  py::object leaves_;
+  std::shared_ptr<Occupancy> slot_;
+  std::shared_ptr<StageFeed> feed_;
+};
+
 struct Packer {
   std::shared_ptr<Layout> layout;
   bool narrow;
@@ -192,6 +217,11 @@ struct Packer {
   int64_t Matches(const py::object& leaves) const;
 
   int64_t PackInto(const std::shared_ptr<Lease>& lease, const py::object& sequence,
+                   int threads) const;
+
+  // Begins to pack into a leased slot, and consumes it: its bytes, and the Packing under way, None
+  // where all was copied at once; or the index of the first leaf that doesn't fit.
+  py::object Begin(const std::shared_ptr<Lease>& lease, const py::object& sequence,
                    int threads) const;
 
   // Packs into a slot that is free right now and consumes it: (the slot, its bytes). Or the index

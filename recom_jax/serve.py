@@ -203,7 +203,7 @@ class Server(InTrace):
                     staged = found.array()
                 except RuntimeError:
                     self._served_twice()
-                return self._run(leased, (found, staged), ())
+                return self._run(leased, self._leased(leased, found, staged), ())
         return _MISS
 
     def _try(self, plan: Plan, leaves: Sequence[Any]) -> Any:
@@ -216,22 +216,29 @@ class Server(InTrace):
             return _MISS
 
     def _stage(self, plan: Plan, leaves: Sequence[Any]) -> Any:
-        """The slot and its bytes, None if nothing is staged, or the index of a packed leaf that does not fit."""
+        """What `_run` takes: a `pack.Begun` where calls take tokens, else the slot and its bytes; None if nothing is
+        staged; or the index of a packed leaf that does not fit."""
         if not plan.packed:
             return None
         chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
         staging, target = self._core.staging, plan.target
+        staged: Any
         if target is None:
             staged = staging.try_pack(plan.layout, chosen)
         else:
-            staged = staging.try_pack(
-                plan.layout, chosen, flights=target.flights, threads=target.threads
-            )
+            staged = staging.begin(plan.layout, chosen, target.flights, target.threads)
         if not isinstance(staged, int):
             pipeline.count("bytes_packed", plan.layout.total_bytes)
         return staged
 
     def _run(self, plan: Plan, staged: Any, leaves: Sequence[Any]) -> Any:
+        try:
+            return self._run_staged(plan, staged, leaves)
+        finally:  # whatever happened, nobody reads the caller's arrays any more
+            if plan.target is not None:
+                staged.join()
+
+    def _run_staged(self, plan: Plan, staged: Any, leaves: Sequence[Any]) -> Any:
         bound = self._bound(plan)
         direct = [leaves[k] for k in plan.direct]
         try:
@@ -251,18 +258,18 @@ class Server(InTrace):
             raise trace_error(why, f"while serving {self.__name__}") from why
 
     def _run_by_token(
-        self, target: stage.Target, call: Any, staged: Any, rest: Sequence[Any]
+        self, target: stage.Target, call: Any, begun: pack.Begun, rest: Sequence[Any]
     ) -> Any:
-        slot, held = staged
-        token = target.token(slot)
+        token = target.token(begun.slot)
         try:
             result, done = call(token, *rest)
         except MismatchError:  # found while tracing: nothing was run
             raise
         except BaseException:
-            target.flights.add_failed(token, held)
+            target.flights.add_failed(token, begun.held)
             raise
-        target.flights.add(done, held)
+        target.flights.add(done, begun.held)
+        begun.join()  # the caller may write its arrays from here on
         return result
 
     def _blame(self, leaf: Any, what: str, why: Exception) -> None:
@@ -422,7 +429,11 @@ class Server(InTrace):
             self._served_twice()
         if bad >= 0:
             raise pack.mismatch(plan.layout, bad, chosen[bad], plan.packed_names)
-        return self._run(plan, (slot, staged), leaves)
+        return self._run(plan, self._leased(plan, slot, staged), leaves)
+
+    @staticmethod
+    def _leased(plan: Plan, slot: pack.Slot, held: Any) -> Any:
+        return (slot, held) if plan.target is None else pack.Begun(slot, held, None)
 
     def _served_twice(self) -> NoReturn:
         raise LeaseError(

@@ -26,6 +26,7 @@ from recom_jax.lowering import warn_once
 
 _TOKEN_BYTES = 16
 _MOST_THREADS = 8
+PIECE_BYTES = 1 << 20
 _emulated = False  # tests: stage on the CPU as on a GPU
 
 
