@@ -45,6 +45,8 @@ class Options:
         is proven: `BucketError` else.
       batch_argnums: positions of the arguments whose arrays have the batch as axis 0. Default: the last argument that
         holds arrays; of a server, all that are not bound.
+      tune: on a CUDA device, measure how the kernel of new shapes is best laid out, at its first call with values, and
+        keep what was found (default False: a cost model says). Results stay the same; elsewhere nothing changes.
       always_fuse: fuse single lookups too that XLA would join with the arithmetic on their rows (default
         False: they stay in XLA, which is faster, and `explain` says so).
     """
@@ -62,6 +64,7 @@ class Options:
     batch_buckets: tuple[int, ...] = ()
     batch_argnums: tuple[int, ...] = ()
     always_fuse: bool = False
+    tune: bool = False
 
     def __post_init__(self) -> None:
         from recom_jax.simplify import NAMES

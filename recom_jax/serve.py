@@ -27,22 +27,13 @@ from recom_jax.errors import (
     trace_error,
 )
 from recom_jax.options import Options
-from recom_jax.pack import LeafSpec
-from recom_jax.serve_batch import (
-    Given,
-    batch_axes,
-    concrete,
-    first_shape,
-    given,
-)
-from recom_jax.serve_core import BindCost, Core, FlatBatch, Weights
-from recom_jax.serve_trace import InTrace
+from recom_jax.serve_batch import concrete, first_shape
+from recom_jax.serve_core import Core, FlatBatch, Weights
+from recom_jax.serve_prepare import Prepared
 from recom_jax.signature import Signature, leaf_fault
 
-_PAGE = 4096
 
-
-class Server(InTrace):
+class Server(Prepared):
     """A function with its leading arguments bound: ``serve(batch)``. Made by `OptimizedFunction.bind`.
 
     Thread-safe. The bound arrays must stay alive: if they are donated elsewhere, calls raise DeletedError.
@@ -180,7 +171,8 @@ class Server(InTrace):
                 found = self._try(plan, leaves)
                 if found is not _MISS:
                     return found
-        plan = self._core.plan(batch, kwargs)
+        with self._values(leaves):
+            plan = core.plan(batch, kwargs)
         staged = self._stage(plan, leaves)
         if isinstance(staged, int):
             raise pack.mismatch(plan.layout, staged, leaves[plan.packed[staged]], plan.packed_names)
@@ -277,59 +269,6 @@ class Server(InTrace):
         if fault is not None:
             raise fault from why
 
-    # ---- plans --------------------------------------------------------------------------------------------
-
-    def cost(self, *batch: Any, **kwargs: Any) -> BindCost:
-        """What serving this batch (arrays or ShapeDtypeStructs) will allocate. Allocates none of it."""
-        plan = self._core.plan(*concrete(batch, kwargs))
-        specs = self._core.specs
-        inside = [LeafSpec.of(specs[k]) for k in plan.arena_leaves]
-        arena = pack.layout_of(inside).total_bytes if inside else 0
-        shared = sum(
-            int(np.prod(specs[k].shape)) * specs[k].dtype.itemsize for k in plan.direct_bound
-        )
-        slot = pack.ring_bytes(plan.layout, 1) if plan.packed else 0
-        slots = self._core.options.ring_slots
-        target = stage.target_of(self._core.home)
-        if target is None:
-            return BindCost(-(-arena // _PAGE) * _PAGE, slot, slots, shared)
-        copy = plan.layout.total_bytes if plan.packed else 0
-        return BindCost(arena, slot, slots, shared, str(target.device), copy)
-
-    def warmup(self, sizes: int | Sequence[int], *example: Any, **kwargs: Any) -> None:
-        """Traces and compiles for these batch sizes before traffic.
-
-        Args:
-          sizes: batch sizes, or one.
-          *example: one batch (arrays or ShapeDtypeStructs) whose shapes say what a batch looks like; may be left
-            out once the server has seen a batch. Axes that share the example's batch size scale.
-
-        Raises:
-          BatchError: there is no example yet, or a size is negative.
-        """
-        core = self._core
-        if isinstance(sizes, (int, np.integer)):
-            sizes = (int(sizes),)
-        spec = (
-            jax.tree_util.tree_map(given, (example, kwargs)) if example or kwargs else core.example
-        )
-        if spec is None:
-            raise BatchError(
-                f"warmup of {self.__name__}: no batch was seen yet; pass one: "
-                "warmup(sizes, example_batch)"
-            )
-        for size in sizes:
-            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0:
-                raise BatchError(
-                    f"warmup of {self.__name__}: a batch size is a number of at least 0, not {size!r}"
-                )
-        leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: isinstance(x, Given))
-        scales = batch_axes(leaves)
-        for size in sizes:
-            made = [x.of_size(int(size) if k in scales else None) for k, x in enumerate(leaves)]
-            args, kw = jax.tree_util.tree_unflatten(tree, made)
-            jax.block_until_ready(self(*args, **kw))
-
     # ---- leases -------------------------------------------------------------------------------------------
 
     def input_views(self, *example: Any, **kwargs: Any) -> Any:
@@ -356,7 +295,8 @@ class Server(InTrace):
         plan = self._known(leaves, tree, static)
         if plan is None:
             batch, kw = concrete(example, kwargs, all_numpy=True)
-            plan = self._core.plan(batch, kw)
+            with self._values(leaves):
+                plan = self._core.plan(batch, kw)
             dynamic, named, _ = self._core.split_static(batch, kw)
             leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
         if plan.all_packed:
