@@ -25,21 +25,13 @@ struct Registry {
   }
 };
 
-std::atomic<int64_t> copies{0}, pieces{0}, delay_us{0};
-// To issue a copy takes 2 us, as long as it takes to copy 100 KB.
-std::atomic<int64_t> piece_bytes{int64_t{1} << 20};
+std::atomic<int64_t> copies{0}, delay_us{0};
 
-// Calls copy(begin, end) for all of the slot, each part once it is written.
-template <typename Copy>
-void in_pieces(const StageSource& source, Copy copy) {
-  const std::shared_ptr<StageWriter> writer = source.feed ? source.feed->Get() : nullptr;
-  for (int64_t at = 0; at < source.nbytes;) {
-    const int64_t end = writer ? writer->Ready(at, piece_bytes) : source.nbytes;
-    copy(at, end);
-    ++pieces;
-    at = end;
-  }
+// Waits until the slot's bytes are final. Whether they are on the device, or on their way.
+bool complete(const StageSource& source) {
+  if (const auto writer = source.feed ? source.feed->Get() : nullptr) writer->Complete();
   ++copies;
+  return source.upload && source.upload->finished();
 }
 
 }  // namespace
@@ -89,30 +81,25 @@ void unpin_memory(void* data) {
 }
 
 void stage_copy(void* to, const StageSource& source, cuda::Stream stream) {
+  if (complete(source)) return source.upload->Hand(to, stream);
   const cuda::Driver& driver = cuda::Driver::get();
-  in_pieces(source, [&](int64_t begin, int64_t end) {
-    driver.check(
-        driver.copy_to_device_async(reinterpret_cast<cuda::Pointer>(to) + begin,
-                                    source.host + begin, static_cast<size_t>(end - begin), stream),
-        "copy a batch to the device");
-  });
+  driver.check(driver.copy_to_device_async(reinterpret_cast<cuda::Pointer>(to), source.host,
+                                           static_cast<size_t>(source.nbytes), stream),
+               "copy a batch to the device");
 }
 
 void stage_copy_on_host(void* to, const StageSource& source) {
+  const bool uploaded = complete(source);
   if (const int64_t us = delay_us) std::this_thread::sleep_for(std::chrono::microseconds(us));
-  in_pieces(source, [&](int64_t begin, int64_t end) {
-    std::memcpy(static_cast<char*>(to) + begin, source.host + begin,
-                static_cast<size_t>(end - begin));
-  });
+  if (uploaded) return source.upload->HandOnHost(to);
+  std::memcpy(to, source.host, static_cast<size_t>(source.nbytes));
 }
-
-void set_stage_piece(int64_t nbytes) { piece_bytes = nbytes; }
 
 void set_stage_delay(int64_t microseconds) { delay_us = microseconds; }
 
 StageStats stage_stats() {
   std::shared_lock<std::shared_mutex> lock(Registry::get().mutex);
-  return {copies, pieces, static_cast<int64_t>(Registry::get().sources.size())};
+  return {copies, static_cast<int64_t>(Registry::get().sources.size())};
 }
 
 }  // namespace recom

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "cuda_driver.h"
+#include "stage_upload.h"
 
 namespace recom {
 
@@ -22,9 +23,9 @@ namespace recom {
 class StageWriter {
  public:
   virtual ~StageWriter() = default;
-  // All bytes in front of the returned place are final: at least `least` beyond `from`, or the
-  // slot's end. Writes itself what nobody is writing. Throws where writing failed.
-  virtual int64_t Ready(int64_t from, int64_t least) = 0;
+  // Returns once all bytes are final, and were issued to the device if they are uploaded. Writes
+  // itself what nobody is writing. Throws where that failed.
+  virtual void Complete() = 0;
 };
 
 // A slot's writer, null where its bytes are final.
@@ -49,6 +50,7 @@ struct StageSource {
   int64_t nbytes = 0;
   const void* owner = nullptr;  // the ring
   std::shared_ptr<StageFeed> feed;
+  std::shared_ptr<Upload> upload;  // null: the call copies the slot itself
 };
 
 // A later entry at the same address replaces an older one: the older token is gone then.
@@ -64,17 +66,15 @@ StageSource stage_source(const void* token, int64_t nbytes);
 std::string pin_memory(void* data, size_t nbytes, int device);
 void unpin_memory(void* data);
 
-// The copy, on XLA's stream: in pieces while the slot is still being written.
+// Gives the call its copy, on XLA's stream.
 void stage_copy(void* to, const StageSource& source, cuda::Stream stream);
 // The same where device memory is host memory: for tests without a GPU.
 void stage_copy_on_host(void* to, const StageSource& source);
 // Tests only: such a copy sleeps first, so that a slot written too early shows.
 void set_stage_delay(int64_t microseconds);
-// How many bytes of a slot that is still being written make a piece.
-void set_stage_piece(int64_t nbytes);
 
 struct StageStats {
-  int64_t copies, pieces, sources;
+  int64_t copies, sources;
 };
 StageStats stage_stats();
 

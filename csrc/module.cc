@@ -16,6 +16,7 @@
 #include "interp.h"
 #include "kernels.h"
 #include "packing.h"
+#include "packing_job.h"
 #include "program.h"
 #include "string_bindings.h"
 
@@ -185,7 +186,7 @@ py::dict program_stats() {
   d["cuda_kernel_launches"] = c.kernel_launches.load();
   d["cuda_late_preparations"] = c.late_preparations.load();
   d["cuda_staged_copies"] = stage_stats().copies;
-  d["cuda_staged_pieces"] = stage_stats().pieces;
+  d["cuda_staged_pieces"] = packing::StagedPieces();
   d["cuda_stage_sources"] = stage_stats().sources;
   d["isa"] = kernels().name;
   return d;
@@ -224,8 +225,6 @@ PYBIND11_MODULE(_recom, m) {
   m.def(
       "validate", [](const py::bytes& b) { recom::decode_program(recom::view(b)); },
       py::arg("program"), "Raises ValueError if the program is malformed.");
-  m.def("set_stage_piece", &recom::set_stage_piece, py::arg("nbytes"),
-        "How much of a slot that is still being written is copied at a time.");
   m.def("set_stage_delay", &recom::set_stage_delay, py::arg("microseconds"),
         "Tests only: emulated staging copies sleep first.");
   bind_packing(m);

@@ -63,8 +63,6 @@ RowFn RowOf(const StridedCopy& copy) {
 
 void Run(const FlatCopy& copy) { std::memcpy(copy.dst, copy.src, copy.nbytes); }
 
-std::atomic<bool> past_caches{false};
-
 // Writes past the caches: what a device reads next need not be fetched before it is overwritten,
 // nor out of another core's cache afterwards.
 void RunPastCaches(const FlatCopy& copy) {
@@ -165,10 +163,7 @@ int64_t Plan::Cut() {
   return static_cast<int64_t>(chunks_.size()) - 1;
 }
 
-void SetPastCaches(bool on) { past_caches = on; }
-
 void Plan::RunChunk(int64_t chunk) const {
-  const bool past = past_caches;
   const Chunk &from = chunks_[chunk], &to = chunks_[chunk + 1];
   for (size_t i = from.flat; i < to.flat; ++i) {
     if (i + 1 < to.flat) {
@@ -176,16 +171,10 @@ void Plan::RunChunk(int64_t chunk) const {
       for (int64_t at = 0; at < std::min(next.nbytes, kPrefetchBytes); at += 64)
         __builtin_prefetch(next.src + at);
     }
-    past ? RunPastCaches(flat_[i]) : Run(flat_[i]);
+    past_caches_ ? RunPastCaches(flat_[i]) : Run(flat_[i]);
   }
   for (size_t i = from.strided; i < to.strided; ++i) Run(strided_[i]);
-  if (past) Fence();
-}
-
-int64_t Plan::ChunkAt(int64_t byte) const {
-  const auto at = std::upper_bound(chunks_.begin(), chunks_.end(), byte,
-                                   [](int64_t b, const Chunk& c) { return b < c.begin; });
-  return std::max<int64_t>(at - chunks_.begin() - 1, 0);
+  if (past_caches_) Fence();
 }
 
 int64_t Plan::ChunkBegin(int64_t chunk) const { return chunks_[chunk].begin; }

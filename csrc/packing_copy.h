@@ -47,14 +47,15 @@ class Plan {
 
   int64_t bytes() const { return bytes_; }
 
+  // Has chunks written past the caches: for a device, which reads memory faster than caches.
+  void PastCaches() { past_caches_ = true; }
+
   // All of it, on this thread.
   void RunAll() const;
 
   // Cuts the copies into chunks, in the order of what they write. How many.
   int64_t Cut();
   void RunChunk(int64_t chunk) const;
-  // The first chunk that is not wholly in front of that byte of the destination.
-  int64_t ChunkAt(int64_t byte) const;
   // The destination's bytes in front of this one are written once all earlier chunks have run; of
   // the chunk behind the last one: the destination's size.
   int64_t ChunkBegin(int64_t chunk) const;
@@ -78,6 +79,7 @@ class Plan {
   std::vector<StridedCopy> strided_;
   std::vector<std::unique_ptr<char[]>> temporaries_;
   std::vector<Chunk> chunks_;  // and one behind the last
+  bool past_caches_ = false;
 };
 
 // Asks for an object's head before it is read: a batch's leaves lie anywhere, and are cold.
@@ -85,8 +87,6 @@ inline void PrefetchObject(const PyObject* object) {
   __builtin_prefetch(object, 1);
   __builtin_prefetch(reinterpret_cast<const char*>(object) + 64);
 }
-
-void SetPastCaches(bool on);
 
 // Leaves checked against a layout, through numpy's C structs alone: no Python attribute is read.
 class Checker {

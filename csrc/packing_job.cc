@@ -13,7 +13,9 @@ namespace {
 
 constexpr int kSpins = 2000;  // some 50 us: a chunk takes 10
 
-std::atomic<int64_t> delay_us{0}, fault_at{-1};
+std::atomic<int64_t> delay_us{0}, fault_at{-1}, pieces{0};
+// To issue a copy takes 2 us, as long as it takes to copy 100 KB.
+std::atomic<int64_t> piece_bytes{int64_t{1} << 20};
 
 inline void Pause() {
 #if defined(__x86_64__)
@@ -23,20 +25,23 @@ inline void Pause() {
 
 }  // namespace
 
-Job::Job(Plan plan)
+Job::Job(Plan plan, std::shared_ptr<Upload> upload)
     : plan_(std::move(plan)),
       chunks_(plan_.Cut()),
-      done_(std::make_unique<std::atomic<bool>[]>(static_cast<size_t>(chunks_))) {
+      done_(std::make_unique<std::atomic<bool>[]>(static_cast<size_t>(chunks_))),
+      upload_(std::move(upload)),
+      uploaded_(upload_ == nullptr) {
   for (int64_t i = 0; i < chunks_; ++i) done_[i].store(false, std::memory_order_relaxed);
 }
 
-void Job::Start(int threads) {
+void Job::Start(int threads, int64_t spin_us) {
   const int64_t helpers = threads - 1 < chunks_ - 1 ? threads - 1 : chunks_ - 1;
   if (helpers < 1) return;
-  Offer(static_cast<int>(helpers), [self = shared_from_this()] {
+  const auto help = [self = shared_from_this()] {
     while (self->RunOne()) {
     }
-  });
+  };
+  Offer(static_cast<int>(helpers), help, spin_us);
 }
 
 bool Job::RunOne() {
@@ -48,12 +53,11 @@ bool Job::RunOne() {
     if (fault_at == at) throw std::runtime_error("a copy failed, as a test asked for");
     if (!failed_) plan_.RunChunk(at);
   } catch (...) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!error_) error_ = std::current_exception();
-    failed_ = true;
+    Fail();
   }
   done_[at].store(true);
   ++finished_;
+  Pump();
   if (waiting_.load() > 0) {
     const std::lock_guard<std::mutex> lock(mutex_);
     changed_.notify_all();
@@ -61,35 +65,65 @@ bool Job::RunOne() {
   return true;
 }
 
-// Of a chunk that somebody has taken.
-void Job::Await(int64_t chunk) {
-  for (int spin = 0; spin < kSpins && !done_[chunk].load(std::memory_order_acquire); ++spin)
-    Pause();
-  if (done_[chunk].load()) return;
+// Of what a running thread is about to do.
+void Job::Await(const std::atomic<bool>& flag) {
+  for (int spin = 0; spin < kSpins && !flag.load(std::memory_order_acquire); ++spin) Pause();
+  if (flag.load()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   ++waiting_;
-  changed_.wait(lock, [&] { return done_[chunk].load(); });
+  changed_.wait(lock, [&] { return flag.load(); });
   --waiting_;
 }
 
-int64_t Job::Ready(int64_t from, int64_t least) {
-  int64_t chunk = plan_.ChunkAt(from);
-  for (; chunk < chunks_; ++chunk) {
-    if (done_[chunk].load(std::memory_order_acquire)) continue;
-    if (plan_.ChunkBegin(chunk) - from >= least) break;
-    while (!done_[chunk].load(std::memory_order_acquire)) {
-      if (!RunOne()) Await(chunk);
+// Issues what can be: by one thread at a time, which looks again if others have come by meanwhile.
+void Job::Pump() {
+  if (uploaded_ || pumps_.fetch_add(1) != 0) return;
+  for (int seen = pumps_;;) {
+    while (written_ < chunks_ && done_[written_].load(std::memory_order_acquire)) ++written_;
+    const int64_t at = plan_.ChunkBegin(written_);
+    const bool last = written_ == chunks_;
+    if (!uploaded_ && (last || at - issued_ >= piece_bytes)) {
+      try {
+        if (!failed_) {
+          upload_->Issue(issued_, at, last);
+          ++pieces;
+        }
+      } catch (...) {
+        Fail();
+      }
+      issued_ = at;
+      if (last) {
+        uploaded_ = true;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        changed_.notify_all();
+      }
     }
+    const int before = pumps_.fetch_sub(seen);
+    if (before == seen) return;
+    seen = before - seen;
   }
-  if (failed_) Rethrow();
-  return plan_.ChunkBegin(chunk);
 }
 
 void Job::Join() {
   while (RunOne()) {
   }
-  for (int64_t chunk = 0; chunk < chunks_; ++chunk) Await(chunk);
+  for (int64_t chunk = 0; chunk < chunks_; ++chunk) Await(done_[chunk]);
   if (failed_) Rethrow();
+}
+
+void Job::Complete() {
+  while (RunOne()) {
+  }
+  for (int64_t chunk = 0; chunk < chunks_; ++chunk) Await(done_[chunk]);
+  Pump();  // where there was nothing to copy
+  Await(uploaded_);
+  if (failed_) Rethrow();
+}
+
+void Job::Fail() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!error_) error_ = std::current_exception();
+  failed_ = true;
 }
 
 void Job::Rethrow() {
@@ -97,6 +131,8 @@ void Job::Rethrow() {
   std::rethrow_exception(error_);
 }
 
+int64_t StagedPieces() { return pieces; }
+void SetPieceBytes(int64_t nbytes) { piece_bytes = nbytes; }
 void SetChunkDelay(int64_t microseconds) { delay_us = microseconds; }
 void SetChunkFault(int64_t chunk) { fault_at = chunk; }
 

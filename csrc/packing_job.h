@@ -21,20 +21,23 @@ namespace recom::packing {
 
 class Job final : public StageWriter, public std::enable_shared_from_this<Job> {
  public:
-  explicit Job(Plan plan);
+  // `upload`: gets the slot's bytes in pieces, as they are written; may be null.
+  explicit Job(Plan plan, std::shared_ptr<Upload> upload = nullptr);
 
-  // Offers chunks to `threads - 1` helpers.
-  void Start(int threads);
+  // Offers chunks to `threads - 1` helpers. `spin_us`: see Offer.
+  void Start(int threads, int64_t spin_us = 0);
   bool Finished() const { return finished_.load() == chunks_; }
   // Copies what is left and waits for the rest. Throws what a copy threw; from then on nothing is
   // copied.
   void Join();
 
-  int64_t Ready(int64_t from, int64_t least) override;
+  void Complete() override;
 
  private:
   bool RunOne();  // false: all chunks are taken
-  void Await(int64_t chunk);
+  void Await(const std::atomic<bool>& flag);
+  void Pump();
+  void Fail();  // with the exception being handled
   void Rethrow();
 
   Plan plan_;
@@ -42,11 +45,20 @@ class Job final : public StageWriter, public std::enable_shared_from_this<Job> {
   std::atomic<int64_t> next_{0}, finished_{0};
   std::unique_ptr<std::atomic<bool>[]> done_;
   std::atomic<bool> failed_{false};
+  const std::shared_ptr<Upload> upload_;
+  std::atomic<bool> uploaded_;
+  std::atomic<int> pumps_{0};         // 0: nobody issues pieces
+  int64_t written_ = 0, issued_ = 0;  // whoever issues: chunks, bytes
   std::atomic<int> waiting_{0};
   std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
   std::exception_ptr error_;
 };
+
+// Pieces uploaded while a batch was being packed, since the process began.
+int64_t StagedPieces();
+// How many bytes make a piece.
+void SetPieceBytes(int64_t nbytes);
 
 // Tests only: every chunk's copy sleeps first; the chunk of that number throws (-1: none does).
 void SetChunkDelay(int64_t microseconds);

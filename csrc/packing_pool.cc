@@ -16,18 +16,21 @@ namespace recom::packing {
 
 namespace {
 
-std::atomic<int64_t> spin_us{0};
-
 inline void Pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #endif
 }
 
+struct Task {
+  std::function<void()> run;
+  int64_t spin_us;
+};
+
 struct Pool {
   std::mutex mutex;
   std::condition_variable work;
-  std::deque<std::function<void()>> tasks;
+  std::deque<Task> tasks;
   std::atomic<int> queued{0};  // tasks, without the lock
   int threads = 0, sleeping = 0;
   const pid_t process = getpid();
@@ -41,7 +44,7 @@ struct Pool {
   }
 
   // Wakes one thread, which wakes the next: to wake a thread takes long.
-  void Add(std::function<void()> task, int copies) {
+  void Add(Task task, int copies) {
     {
       std::lock_guard<std::mutex> lock(mutex);
       if (threads == 0)
@@ -62,21 +65,22 @@ struct Pool {
         work.wait(lock, [this] { return !tasks.empty(); });
         --sleeping;
       }
-      const auto task = std::move(tasks.front());
+      Task task = std::move(tasks.front());
       tasks.pop_front();
       queued.store(static_cast<int>(tasks.size()), std::memory_order_release);
       const bool more = !tasks.empty() && sleeping > 0;
       lock.unlock();
       if (more) work.notify_one();
-      task();
-      Spin();
+      task.run();
+      task.run = nullptr;  // lets go of what it holds
+      if (task.spin_us > 0) Spin(task.spin_us);
     }
   }
 
   // Looks out for the next batch a while before it sleeps.
-  void Spin() const {
+  void Spin(int64_t us) const {
     using Clock = std::chrono::steady_clock;
-    const auto until = Clock::now() + std::chrono::microseconds(spin_us.load());
+    const auto until = Clock::now() + std::chrono::microseconds(us);
     while (queued.load(std::memory_order_acquire) == 0 && Clock::now() < until)
       for (int i = 0; i < 16; ++i) Pause();
   }
@@ -102,17 +106,15 @@ Executor Helpers(int threads) {
   if (threads > 1) {
     Pool& pool = Get();
     pool.Grow(threads - 1);
-    executor.schedule = [&pool](std::function<void()> task) { pool.Add(std::move(task), 1); };
+    executor.schedule = [&pool](std::function<void()> task) { pool.Add({std::move(task), 0}, 1); };
   }
   return executor;
 }
 
-void Offer(int helpers, std::function<void()> task) {
+void Offer(int helpers, std::function<void()> task, int64_t spin_us) {
   Pool& pool = Get();
   pool.Grow(helpers);
-  pool.Add(std::move(task), helpers);
+  pool.Add({std::move(task), spin_us}, helpers);
 }
-
-void SetSpin(int64_t microseconds) { spin_us = microseconds; }
 
 }  // namespace recom::packing

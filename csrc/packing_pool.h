@@ -12,11 +12,9 @@ namespace recom::packing {
 // start them for every batch would take as long as what they save.
 Executor Helpers(int threads);
 
-// Offers a task to that many of them: it is run that often, or less often, by whoever is free.
-void Offer(int helpers, std::function<void()> task);
-
-// How long a thread that ran a task looks out for another one before it sleeps. To wake a sleeping
-// one takes tens of microseconds.
-void SetSpin(int64_t microseconds);
+// Offers a task to that many of them: it is run that often, or less often, by whoever is free. A
+// thread that ran it looks out for the next task for `spin_us` before it sleeps: to wake a sleeping
+// one takes tens of microseconds, and a processor that sleeps is slow when it wakes.
+void Offer(int helpers, std::function<void()> task, int64_t spin_us);
 
 }  // namespace recom::packing

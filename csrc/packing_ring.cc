@@ -58,7 +58,8 @@ std::shared_ptr<Lease> Ring::Take() {
   }
   lease->occupancy = hold;
   lease->hold = std::move(hold);
-  feeds[lease->slot]->Set(nullptr);  // of a batch whose copying failed
+  feeds[lease->slot]->Set(nullptr);
+  for (const auto& upload : uploads[lease->slot]) upload->Reset();
   if (!ready[lease->slot]) {
     std::memset(lease->data(), 0, stride);
     layout->WriteHeader(lease->data());
@@ -174,15 +175,27 @@ py::list ViewsOf(const std::shared_ptr<Lease>& lease) {
   return out;
 }
 
-std::string RegisterToken(Lease& lease, uintptr_t token, int device) {
+std::string RegisterToken(Lease& lease, uintptr_t token, int device, bool uploads) {
   Ring& ring = *lease.ring;
   std::string why;
   if (device >= 0 && !ring.pinned[lease.slot]) {
     why = pin_memory(lease.data(), static_cast<size_t>(ring.stride), device);
     ring.pinned[lease.slot] = why.empty();
   }
-  stage_register(token, {lease.data(), ring.layout->total_bytes, &ring, ring.feeds[lease.slot]});
+  std::shared_ptr<Upload> upload;
+  if (uploads) {
+    upload = std::make_shared<Upload>(lease.data(), ring.layout->total_bytes, token, device);
+    ring.uploads[lease.slot].push_back(upload);
+  }
+  stage_register(token, {lease.data(), ring.layout->total_bytes, &ring, ring.feeds[lease.slot],
+                         std::move(upload)});
   return why;
+}
+
+void UploadNow(Lease& lease, uintptr_t token) {
+  const int64_t nbytes = lease.ring->layout->total_bytes;
+  const auto upload = stage_source(reinterpret_cast<const void*>(token), nbytes).upload;
+  if (upload) upload->Issue(0, nbytes, /*last=*/true);
 }
 
 bool Release(Lease& lease) {
@@ -215,7 +228,7 @@ int64_t Packer::PackInto(const std::shared_ptr<Lease>& lease, const py::object& 
 }
 
 py::object Packer::Begin(const std::shared_ptr<Lease>& lease, const py::object& sequence,
-                         int threads) const {
+                         int threads, uintptr_t token, int64_t spin_us) const {
   if (lease->ring->layout != layout && !(*lease->ring->layout == *layout))
     throw py::value_error("begin: the slot has another layout");
   // A tuple holds its items, whatever else happens; a list may change while they are copied.
@@ -234,17 +247,21 @@ py::object Packer::Begin(const std::shared_ptr<Lease>& lease, const py::object& 
   if (threads < 2 || plan.bytes() < kOverlapBytes) {
     leaves.RunPlan(std::move(plan), threads);
     lease->state = Lease::kLeased;
+    if (token != 0) UploadNow(*lease, token);
     return py::make_tuple(TakeArray(*lease), py::none());
   }
   const int helpers = static_cast<int>(std::min<int64_t>(threads, 1 + plan.bytes() / kHelperBytes));
-  const auto job = std::make_shared<Job>(std::move(plan));
+  std::shared_ptr<Upload> upload;
+  if (token != 0)
+    upload = stage_source(reinterpret_cast<const void*>(token), layout->total_bytes).upload;
+  if (upload) plan.PastCaches();
+  const auto job = std::make_shared<Job>(std::move(plan), std::move(upload));
   const auto slot = lease->occupancy.lock();
-  const auto& feed = lease->ring->feeds[lease->slot];
   lease->state = Lease::kLeased;
   py::object array = TakeArray(*lease);
-  feed->Set(job);
-  auto packing = py::cast(std::make_unique<Packing>(job, kept, slot, feed));
-  job->Start(helpers);  // last: whatever raises before has begun nothing
+  lease->ring->feeds[lease->slot]->Set(job);
+  auto packing = py::cast(std::make_unique<Packing>(job, kept, slot));
+  job->Start(helpers, spin_us);  // last: whatever raises before has begun nothing
   return py::make_tuple(std::move(array), std::move(packing));
 }
 
@@ -269,8 +286,6 @@ void Packing::Join() {
       error = std::current_exception();
     }
   }
-  if (!error)
-    feed_->Set(nullptr);  // the slot's bytes are final; where they are not, its calls fail
   leaves_ = py::none();
   slot_ = nullptr;
   if (error) std::rethrow_exception(error);

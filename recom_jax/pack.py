@@ -35,7 +35,7 @@ from recom_jax._recom import Layout, Packer, Packing, Slot, SlotRing
 from recom_jax.errors import ArgumentError, BatchError, BatchTypeError, BindError, LeaseError
 
 if TYPE_CHECKING:
-    from recom_jax.stage import Flights
+    from recom_jax.stage import Flights, Target, Token
 
 __all__ = [
     "Arena",
@@ -273,7 +273,7 @@ class Staging:
         return slot, slot.array()
 
     def begin(
-        self, layout: Layout, leaves: Sequence[object], flights: Flights, threads: int
+        self, layout: Layout, leaves: Sequence[object], target: Target, spin_us: int | None = None
     ) -> Begun | int:
         """As `try_pack`, but returns while a large batch is still being copied.
 
@@ -283,7 +283,7 @@ class Staging:
         Returns:
           What was begun; or the index of the first leaf that doesn't fit (then nothing was, and no slot is consumed).
         """
-        flights.sweep()
+        target.flights.sweep()
         ring, packers = self._get(layout)
         packer = packers[cast(Any, jax.config).jax_enable_x64]
         slot = ring.try_acquire()
@@ -291,12 +291,19 @@ class Staging:
             bad: int = packer.matches(leaves)  # so that bad leaves don't wait for a slot first
             if bad >= 0:
                 return bad
-            slot = self.acquire(layout, None, flights)
-        found = packer.begin(slot, leaves, threads)
+            slot = self.acquire(layout, None, target.flights)
+        token = target.token(slot)
+        found = packer.begin(
+            slot,
+            leaves,
+            target.threads,
+            token.address,
+            target.spin_us if spin_us is None else spin_us,
+        )
         if isinstance(found, int):
             slot.release()
             return found
-        return Begun(slot, *found)
+        return Begun(token, *found)
 
     def _get(self, layout: Layout) -> tuple[SlotRing, tuple[Packer, Packer]]:
         with self._lock:
@@ -324,12 +331,12 @@ class Begun:
     """A batch on its way into a slot.
 
     Attributes:
-      slot: consumed.
+      token: what the call is handed.
       held: what keeps the slot: its bytes, which may not all be there yet.
       packing: None once all are.
     """
 
-    slot: Slot
+    token: Token
     held: Any
     packing: Packing | None
 

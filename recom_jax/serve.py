@@ -218,7 +218,7 @@ class Server(Prepared):
         if target is None:
             staged = staging.try_pack(plan.layout, chosen)
         else:
-            staged = staging.begin(plan.layout, chosen, target.flights, target.threads)
+            staged = staging.begin(plan.layout, chosen, target, self._core.options.spin_us)
         if not isinstance(staged, int):
             pipeline.count("bytes_packed", plan.layout.total_bytes)
         return staged
@@ -252,7 +252,7 @@ class Server(Prepared):
     def _run_by_token(
         self, target: stage.Target, call: Any, begun: pack.Begun, rest: Sequence[Any]
     ) -> Any:
-        token = target.token(begun.slot)
+        token = begun.token.array
         try:
             result, done = call(token, *rest)
         except MismatchError:  # found while tracing: nothing was run
@@ -373,7 +373,11 @@ class Server(Prepared):
 
     @staticmethod
     def _leased(plan: Plan, slot: pack.Slot, held: Any) -> Any:
-        return (slot, held) if plan.target is None else pack.Begun(slot, held, None)
+        if plan.target is None:
+            return slot, held
+        token = plan.target.token(slot)
+        slot.upload(token.address)  # now: XLA takes its time to begin
+        return pack.Begun(token, held, None)
 
     def _served_twice(self) -> NoReturn:
         raise LeaseError(

@@ -77,7 +77,7 @@ def test_a_slow_pack_is_read_piece_by_piece(serve: Any, params: Any) -> None:
         same(out, want)
     after = recom_jax.stats()
     assert after["cuda_staged_copies"] - before["cuda_staged_copies"] == 5
-    assert after["cuda_staged_pieces"] - before["cuda_staged_pieces"] >= 5
+    assert after["cuda_staged_pieces"] - before["cuda_staged_pieces"] >= 10
 
 
 def test_a_slow_device_copies_what_was_packed(serve: Any, params: Any) -> None:
@@ -320,8 +320,8 @@ def test_a_token_s_call_before_all_is_packed(params: Any) -> None:
     for threads in (2, 8):
         slot = ring.try_acquire()
         token = target.token(slot)
-        data, packing = packer.begin(slot, [want], threads)
-        got, done = copy(token)
+        data, packing = packer.begin(slot, [want], threads, token.address)
+        got, done = copy(token.array)
         np.testing.assert_array_equal(
             np.asarray(got)[layout.offset(0) :][: want.nbytes].view(np.int32), want
         )
