@@ -51,6 +51,10 @@ const char* dtype_name(int t) {
       return "float32";
     case dtype::k_F64:
       return "float64";
+    case dtype::k_F8E5M2:
+      return "float8_e5m2";
+    case dtype::k_F8E4M3FN:
+      return "float8_e4m3fn";
     default:
       return "bfloat16";
   }
@@ -110,7 +114,9 @@ int dtype_of(const py::dtype& t) {
       if (t.itemsize() == 8) return dtype::k_F64;
   }
   const std::string name = py::str(t.attr("name"));
-  return name == "float16" ? dtype::k_F16 : name == "bfloat16" ? dtype::k_BF16 : 0;
+  for (const int t : {dtype::k_F16, dtype::k_BF16, dtype::k_F8E5M2, dtype::k_F8E4M3FN})
+    if (name == dtype_name(t)) return t;
+  return 0;
 }
 
 struct Arrays {

@@ -16,6 +16,7 @@
 #include "packing_job.h"
 #include "packing_layout.h"
 #include "packing_memory.h"
+#include "packing_pool.h"
 #include "packing_reader.h"
 #include "packing_ring.h"
 #include "program.h"
@@ -119,7 +120,7 @@ void bind_packing(py::module_& module) {
            py::arg("uploads") = false,
            "Calls with a token at this address read this slot; page-locks its memory for a CUDA "
            "device. Why that failed, or \"\".")
-      .def("upload", &UploadNow, py::arg("address"),
+      .def("upload", &UploadNow, py::arg("address"), py::arg("spin_us") = 0,
            "Begins to copy the slot to the device, for the call that is handed this token.")
       .def_property_readonly(
           "tokens", [](const Lease& lease) { return lease.ring->tokens; },
@@ -169,6 +170,9 @@ void bind_packing(py::module_& module) {
 
   py::class_<Packing>(module, "Packing", "A batch that is being copied into its slot.")
       .def("join", &Packing::Join, "Waits until every leaf was read: they may be written again.");
+  module.def(
+      "stir", [](int threads, int64_t spin_us) { Stir(threads, spin_us); }, py::arg("threads"),
+      py::arg("spin_us"), "Wakes packing threads for that long: a batch is about to come.");
   module.def("set_stage_piece", &SetPieceBytes, py::arg("nbytes"),
              "How much of a slot that is still being written is copied to the device at a time.");
   module.def("set_pack_delay", &SetChunkDelay, py::arg("microseconds"),

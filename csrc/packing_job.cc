@@ -1,5 +1,6 @@
 #include "packing_job.h"
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 #include <thread>
@@ -35,11 +36,13 @@ Job::Job(Plan plan, std::shared_ptr<Upload> upload)
 }
 
 void Job::Start(int threads, int64_t spin_us) {
-  const int64_t helpers = threads - 1 < chunks_ - 1 ? threads - 1 : chunks_ - 1;
+  const int64_t most = upload_ ? std::max<int64_t>(chunks_ - 1, 1) : chunks_ - 1;
+  const int64_t helpers = std::min<int64_t>(threads - 1, most);
   if (helpers < 1) return;
   const auto help = [self = shared_from_this()] {
     while (self->RunOne()) {
     }
+    self->Pump();  // where there is nothing to copy
   };
   Offer(static_cast<int>(helpers), help, spin_us);
 }

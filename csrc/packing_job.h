@@ -36,7 +36,7 @@ class Job final : public StageWriter, public std::enable_shared_from_this<Job> {
  private:
   bool RunOne();  // false: all chunks are taken
   void Await(const std::atomic<bool>& flag);
-  void Pump();
+  void Pump();  // any number of times
   void Fail();  // with the exception being handled
   void Rethrow();
 

@@ -117,4 +117,8 @@ void Offer(int helpers, std::function<void()> task, int64_t spin_us) {
   pool.Add({std::move(task), spin_us}, helpers);
 }
 
+void Stir(int helpers, int64_t spin_us) {
+  if (helpers > 0 && spin_us > 0) Offer(helpers, [] {}, spin_us);
+}
+
 }  // namespace recom::packing

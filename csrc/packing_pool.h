@@ -17,4 +17,7 @@ Executor Helpers(int threads);
 // one takes tens of microseconds, and a processor that sleeps is slow when it wakes.
 void Offer(int helpers, std::function<void()> task, int64_t spin_us);
 
+// Wakes that many of them for `spin_us`.
+void Stir(int helpers, int64_t spin_us);
+
 }  // namespace recom::packing

@@ -192,10 +192,17 @@ std::string RegisterToken(Lease& lease, uintptr_t token, int device, bool upload
   return why;
 }
 
-void UploadNow(Lease& lease, uintptr_t token) {
-  const int64_t nbytes = lease.ring->layout->total_bytes;
-  const auto upload = stage_source(reinterpret_cast<const void*>(token), nbytes).upload;
-  if (upload) upload->Issue(0, nbytes, /*last=*/true);
+void UploadNow(Lease& lease, uintptr_t token, int64_t spin_us) {
+  const Ring& ring = *lease.ring;
+  const int64_t nbytes = ring.layout->total_bytes;
+  auto upload = stage_source(reinterpret_cast<const void*>(token), nbytes).upload;
+  if (!upload) return;
+  // Nothing is left to copy, so that a helper's first act is to issue the piece there is. The call
+  // does where there is no helper.
+  const auto job = std::make_shared<Job>(Plan(*ring.layout, lease.data(), lease.data() + nbytes),
+                                         std::move(upload));
+  ring.feeds[lease.slot]->Set(job);
+  job->Start(2, spin_us);
 }
 
 bool Release(Lease& lease) {
@@ -247,7 +254,7 @@ py::object Packer::Begin(const std::shared_ptr<Lease>& lease, const py::object& 
   if (threads < 2 || plan.bytes() < kOverlapBytes) {
     leaves.RunPlan(std::move(plan), threads);
     lease->state = Lease::kLeased;
-    if (token != 0) UploadNow(*lease, token);
+    if (token != 0) UploadNow(*lease, token, spin_us);
     return py::make_tuple(TakeArray(*lease), py::none());
   }
   const int helpers = static_cast<int>(std::min<int64_t>(threads, 1 + plan.bytes() / kHelperBytes));

@@ -185,7 +185,7 @@ py::list ViewsOf(const std::shared_ptr<Lease>& lease);
 // large as the slot, which is copied into it before the call begins.
 std::string RegisterToken(Lease& lease, uintptr_t token, int device, bool uploads);
 // Begins to copy the leased slot to the device, for the call that will be handed this token.
-void UploadNow(Lease& lease, uintptr_t token);
+void UploadNow(Lease& lease, uintptr_t token, int64_t spin_us);
 // Gives an unused lease up; false if it was consumed or released before.
 bool Release(Lease& lease);
 

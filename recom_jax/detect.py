@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - numpy knows float8 by it
 import numpy as np
 
 from recom_jax import compat, ir
@@ -39,7 +40,22 @@ DTYPES = frozenset(
         "bfloat16",
         "float32",
         "float64",
+        *ir.FLOAT8,
     ]
+)
+# What may be done with float8 rows before they are converted. XLA computes the rest, in precisions of its own choice.
+_MOVES_FLOAT8 = frozenset(
+    (
+        "gather",
+        "dynamic_slice",
+        "convert_element_type",
+        "select_n",
+        "reshape",
+        "squeeze",
+        "broadcast_in_dim",
+        "transpose",
+        "copy",
+    )
 )
 
 
@@ -300,6 +316,7 @@ class Detector:
                 refused_read(self, eqn, self.forced[id(eqn.outvars[0])])
                 continue
             try:
+                check_float8(eqn, name)
                 out = rule(self, eqn)
                 if name in RULES:
                     self.check_depth(out if isinstance(out, list) else [out])
@@ -478,6 +495,16 @@ def leaves(value: Val) -> list[Any]:
     return list(found.values())
 
 
+def check_float8(eqn: Any, name: str) -> None:
+    """Float8 rows are looked up, moved and widened; arithmetic on them, and rounding to them, stays in XLA."""
+    made, given = ([getattr(v.aval, "dtype", None) for v in vs] for vs in (eqn.outvars, eqn.invars))
+    if not any(t in _FLOAT8 for t in (*made, *given)):
+        return
+    if name not in _MOVES_FLOAT8 or (name == "convert_element_type" and made[0] in _FLOAT8):
+        raise Refuse("float8 arithmetic: only lookups and conversions to wider types are fused")
+
+
+_FLOAT8 = frozenset(map(np.dtype, sorted(ir.FLOAT8)))
 _NAMES: dict[Any, str] = {}
 
 

@@ -273,12 +273,15 @@ class Staging:
         return slot, slot.array()
 
     def begin(
-        self, layout: Layout, leaves: Sequence[object], target: Target, spin_us: int | None = None
+        self, layout: Layout, leaves: Sequence[object], target: Target, spin_us: int
     ) -> Begun | int:
         """As `try_pack`, but returns while a large batch is still being copied.
 
         A call may be handed the slot at once: its handler waits for the bytes it copies (`stage`). `Begun.join` must
         be called before whoever owns the leaves may write them again.
+
+        Args:
+          spin_us: how long threads that helped look out for the next batch.
 
         Returns:
           What was begun; or the index of the first leaf that doesn't fit (then nothing was, and no slot is consumed).
@@ -293,13 +296,7 @@ class Staging:
                 return bad
             slot = self.acquire(layout, None, target.flights)
         token = target.token(slot)
-        found = packer.begin(
-            slot,
-            leaves,
-            target.threads,
-            token.address,
-            target.spin_us if spin_us is None else spin_us,
-        )
+        found = packer.begin(slot, leaves, target.threads, token.address, spin_us)
         if isinstance(found, int):
             slot.release()
             return found

@@ -218,7 +218,7 @@ class Server(Prepared):
         if target is None:
             staged = staging.try_pack(plan.layout, chosen)
         else:
-            staged = staging.begin(plan.layout, chosen, target, self._core.options.spin_us)
+            staged = staging.begin(plan.layout, chosen, target, self._spin(target))
         if not isinstance(staged, int):
             pipeline.count("bytes_packed", plan.layout.total_bytes)
         return staged
@@ -322,8 +322,15 @@ class Server(Prepared):
         return None
 
     def _acquire(self, plan: Plan) -> pack.Slot:
-        flights = plan.target.flights if plan.target is not None else None
-        return self._core.staging.acquire(plan.layout, flights=flights)
+        target = plan.target
+        slot = self._core.staging.acquire(plan.layout, flights=target.flights if target else None)
+        if target is not None and self._spin(target):
+            _recom.stir(stage.STIRRED, self._spin(target))
+        return slot
+
+    def _spin(self, target: stage.Target) -> int:
+        given = self._core.options.spin_us
+        return target.spin_us if given is None else given
 
     def _known(self, leaves: Sequence[Any], tree: Any, static: Any) -> Plan | None:
         """The plan that these leaves fit as they are, without looking at each from Python."""
@@ -371,12 +378,11 @@ class Server(Prepared):
             raise pack.mismatch(plan.layout, bad, chosen[bad], plan.packed_names)
         return self._run(plan, self._leased(plan, slot, staged), leaves)
 
-    @staticmethod
-    def _leased(plan: Plan, slot: pack.Slot, held: Any) -> Any:
+    def _leased(self, plan: Plan, slot: pack.Slot, held: Any) -> Any:
         if plan.target is None:
             return slot, held
         token = plan.target.token(slot)
-        slot.upload(token.address)  # now: XLA takes its time to begin
+        slot.upload(token.address, self._spin(plan.target))  # now: XLA takes its time to begin
         return pack.Begun(token, held, None)
 
     def _served_twice(self) -> NoReturn:

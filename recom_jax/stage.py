@@ -27,6 +27,7 @@ from recom_jax.lowering import warn_once
 _MOST_THREADS = 8
 PIECE_BYTES = 1 << 20
 SPIN_US = 1000
+STIRRED = 3  # threads that a lease wakes: a processor that sleeps is slow to start the call
 _SPINNING = 8  # processors
 _emulated = False  # tests: stage on the CPU as on a GPU
 

@@ -12,6 +12,7 @@ from recom_jax.program import Instr
 TYPES = {
     "bool": "pred", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8", "uint16": "u16",
     "uint32": "u32", "uint64": "u64", "float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64",
+    "float8_e5m2": "e5m2", "float8_e4m3fn": "e4m3",
 }  # fmt: skip
 KINDS = {"SUM": "kSum", "MAX": "kMax", "MIN": "kMin", "PROD": "kProd"}
 SIDES = {"LEFT": "kLeft", "RIGHT": "kRight"}
