@@ -275,7 +275,7 @@ void Leaves::RunPlan(Plan plan, int max_threads) {
   if (threads <= 1) return plan.RunAll();
   const auto job = std::make_shared<Job>(std::move(plan));
   job->Start(threads);
-  job->Join();
+  job->Complete();
 }
 
 }  // namespace recom::packing

@@ -107,13 +107,6 @@ void Job::Pump() {
   }
 }
 
-void Job::Join() {
-  while (RunOne()) {
-  }
-  for (int64_t chunk = 0; chunk < chunks_; ++chunk) Await(done_[chunk]);
-  if (failed_) Rethrow();
-}
-
 void Job::Complete() {
   while (RunOne()) {
   }

@@ -26,11 +26,9 @@ class Job final : public StageWriter, public std::enable_shared_from_this<Job> {
 
   // Offers chunks to `threads - 1` helpers. `spin_us`: see Offer.
   void Start(int threads, int64_t spin_us = 0);
-  bool Finished() const { return finished_.load() == chunks_; }
-  // Copies what is left and waits for the rest. Throws what a copy threw; from then on nothing is
-  // copied.
-  void Join();
-
+  bool Finished() const { return finished_.load() == chunks_ && uploaded_; }
+  // Copies what is left and waits for the rest. From then on nobody reads the leaves, and nobody
+  // but the device the slot. Throws what a copy threw; nothing is copied after that.
   void Complete() override;
 
  private:

@@ -192,17 +192,19 @@ std::string RegisterToken(Lease& lease, uintptr_t token, int device, bool upload
   return why;
 }
 
-void UploadNow(Lease& lease, uintptr_t token, int64_t spin_us) {
+py::object UploadNow(Lease& lease, uintptr_t token, int64_t spin_us) {
   const Ring& ring = *lease.ring;
   const int64_t nbytes = ring.layout->total_bytes;
   auto upload = stage_source(reinterpret_cast<const void*>(token), nbytes).upload;
-  if (!upload) return;
+  if (!upload) return py::none();
   // Nothing is left to copy, so that a helper's first act is to issue the piece there is. The call
   // does where there is no helper.
-  const auto job = std::make_shared<Job>(Plan(*ring.layout, lease.data(), lease.data() + nbytes),
-                                         std::move(upload));
+  Plan plan(*ring.layout, lease.data(), lease.data() + nbytes);
+  const auto job = std::make_shared<Job>(std::move(plan), std::move(upload));
+  auto packing = py::cast(std::make_unique<Packing>(job, py::none(), lease.occupancy.lock()));
   ring.feeds[lease.slot]->Set(job);
   job->Start(2, spin_us);
+  return packing;
 }
 
 bool Release(Lease& lease) {
@@ -254,8 +256,9 @@ py::object Packer::Begin(const std::shared_ptr<Lease>& lease, const py::object& 
   if (threads < 2 || plan.bytes() < kOverlapBytes) {
     leaves.RunPlan(std::move(plan), threads);
     lease->state = Lease::kLeased;
-    if (token != 0) UploadNow(*lease, token, spin_us);
-    return py::make_tuple(TakeArray(*lease), py::none());
+    py::object packing = py::none();
+    if (token != 0) packing = UploadNow(*lease, token, spin_us);
+    return py::make_tuple(TakeArray(*lease), std::move(packing));
   }
   const int helpers = static_cast<int>(std::min<int64_t>(threads, 1 + plan.bytes() / kHelperBytes));
   std::shared_ptr<Upload> upload;
@@ -288,7 +291,7 @@ void Packing::Join() {
     std::optional<py::gil_scoped_release> release;
     if (!job->Finished()) release.emplace();
     try {
-      job->Join();
+      job->Complete();
     } catch (...) {
       error = std::current_exception();
     }

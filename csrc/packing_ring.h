@@ -184,8 +184,9 @@ py::list ViewsOf(const std::shared_ptr<Lease>& lease);
 // slot's memory is page-locked at the first time; "" or why that failed. `uploads`: the token is as
 // large as the slot, which is copied into it before the call begins.
 std::string RegisterToken(Lease& lease, uintptr_t token, int device, bool uploads);
-// Begins to copy the leased slot to the device, for the call that will be handed this token.
-void UploadNow(Lease& lease, uintptr_t token, int64_t spin_us);
+// Begins to copy the slot to the device, for the call that will be handed this token: the Packing
+// under way, or None where that call copies the slot itself.
+py::object UploadNow(Lease& lease, uintptr_t token, int64_t spin_us);
 // Gives an unused lease up; false if it was consumed or released before.
 bool Release(Lease& lease);
 

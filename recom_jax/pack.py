@@ -338,7 +338,7 @@ class Begun:
     packing: Packing | None
 
     def join(self) -> None:
-        """Waits until every leaf was read.
+        """Waits until every leaf was read, and the slot is on its way to the device.
 
         Raises:
           RuntimeError: a copy failed; a call that was handed the slot fails, too.

@@ -382,8 +382,8 @@ class Server(Prepared):
         if plan.target is None:
             return slot, held
         token = plan.target.token(slot)
-        slot.upload(token.address, self._spin(plan.target))  # now: XLA takes its time to begin
-        return pack.Begun(token, held, None)
+        # Now: XLA takes its time to begin.
+        return pack.Begun(token, held, slot.upload(token.address, self._spin(plan.target)))
 
     def _served_twice(self) -> NoReturn:
         raise LeaseError(
