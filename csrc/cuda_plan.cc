@@ -283,7 +283,8 @@ class Planner {
       const int64_t wanted =
           u.shape.form == recom_cuda::kJagged
               ? jagged_passes(u.shape, g.geometry, g.bags_per_pass, left, call_.sms)
-              : passes_per_tile(g.geometry.pass_cost, total, call_.sms, launch_.choice.tiles_per_sm);
+              : passes_per_tile(g.geometry.pass_cost, total, call_.sms,
+                                launch_.choice.tiles_per_sm);
       const int64_t each = std::max(wanted, least);
       left -= g.geometry.pass_cost * static_cast<double>(g.passes);
       const int64_t n = (g.passes + each - 1) / each;
