@@ -57,12 +57,13 @@ Geometry geometry(const UnitShape& u, double threads, int sms, double slice_posi
 }
 
 int columns_per_tile(const UnitShape& u, const Geometry& g, int64_t result_bytes, int64_t run,
-                     double threads, int sms) {
+                     double threads, int sms, int64_t run_bytes) {
   // Bags of different lengths keep a warp waiting, and a sector (32 bytes) is the least that memory
   // writes: nothing to gain from neighbours.
   if (u.form == recom_cuda::kJagged || u.alone) return 1;
   const int64_t each = int64_t{g.lanes} * g.slices;
-  int64_t columns = (kRunBytes + result_bytes - 1) / std::max<int64_t>(result_bytes, 1);
+  if (run_bytes <= 0) run_bytes = kRunBytes;
+  int64_t columns = (run_bytes + result_bytes - 1) / std::max<int64_t>(result_bytes, 1);
   // Few bags leave threads idle. A warp is filled in any case, a block only where other blocks fill
   // the device.
   const int64_t fill = threads >= full(sms) ? recom_cuda::kThreads : 32;
@@ -80,8 +81,9 @@ int64_t jagged_passes(const UnitShape& u, const Geometry& g, int64_t bags_per_pa
   return static_cast<int64_t>(std::max(std::min(passes, fit), 1.0));
 }
 
-int64_t passes_per_tile(double pass_cost, double total, int sms) {
-  const double target = total / (static_cast<double>(sms) * kTilesPerSm);
+int64_t passes_per_tile(double pass_cost, double total, int sms, int tiles_per_sm) {
+  if (tiles_per_sm <= 0) tiles_per_sm = kTilesPerSm;
+  const double target = total / (static_cast<double>(sms) * tiles_per_sm);
   const double passes = std::clamp(target / pass_cost, 1.0, double{kMaxPasses});
   return static_cast<int64_t>(passes);
 }

@@ -23,6 +23,14 @@ inline constexpr double kStagePositions = 3480;
 // A store's run of adjacent columns: a whole cache line.
 inline constexpr int64_t kRunBytes = 128;
 
+// What may be chosen otherwise than the model does, where that was measured to be faster. 0: the
+// model's choice.
+struct PlanChoice {
+  double slice_positions = 0;  // that a slice of a jagged bag has at least
+  int64_t run_bytes = 0;       // of adjacent columns in a tile: the model's kRunBytes
+  int tiles_per_sm = 0;        // aimed at: the model's kTilesPerSm
+};
+
 // What the model knows of a unit.
 struct UnitShape {
   int form;       // recom_cuda::Form
@@ -46,7 +54,7 @@ Geometry geometry(const UnitShape& unit, double threads, int sms, double slice_p
 
 // Columns of a run of `run` that share a tile, given one row's bytes in the result.
 int columns_per_tile(const UnitShape& unit, const Geometry& g, int64_t result_bytes, int64_t run,
-                     double threads, int sms);
+                     double threads, int sms, int64_t run_bytes);
 
 // Passes of a tile of jagged bags, with `left` of the launch's cost not yet cut: half of what a
 // block's share of it is, so that tiles shrink towards the end, but no fewer than pay for a tile's
@@ -54,8 +62,8 @@ int columns_per_tile(const UnitShape& unit, const Geometry& g, int64_t result_by
 int64_t jagged_passes(const UnitShape& unit, const Geometry& g, int64_t bags_per_pass, double left,
                       int sms);
 
-// Passes of a tile so that a launch of `total` cost has about kTilesPerSm tiles an SM.
-int64_t passes_per_tile(double pass_cost, double total, int sms);
+// Passes of a tile so that a launch of `total` cost has about that many tiles an SM.
+int64_t passes_per_tile(double pass_cost, double total, int sms, int tiles_per_sm);
 
 }  // namespace recom
 

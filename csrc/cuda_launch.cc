@@ -13,6 +13,8 @@ namespace {
 using decode::check_version;
 using decode::Reader;
 
+constexpr int64_t kMaxChoice = int64_t{1} << 20;
+
 [[noreturn]] void fail(const std::string& what) { throw ProgramError("recom launch: " + what); }
 
 void check(bool ok, const char* what) {
@@ -85,9 +87,17 @@ LaunchWords decode_launch(const Program& program, std::string_view bytes) {
   if (!bytes.empty()) std::memcpy(words.data(), bytes.data(), bytes.size());
   Reader r(words.data(), words.size());
   check(!r.done() && r.next() == kLaunchMagic, "not launch words (bad magic)");
-  check_version(r.next(), kLaunchVersion, "launch format");
+  const int64_t version = r.next();
+  if (version != kLaunchVersion) check_version(version, kTunedVersion, "launch format");
   const int64_t n_classes = r.count("launch classes", 4), n_units = r.count("launch units", 2);
   LaunchWords out;
+  if (version == kTunedVersion) {
+    // Bounds that no arithmetic of the plan can overflow in.
+    out.choice.slice_positions =
+        static_cast<double>(r.below(kMaxChoice, "launch: positions")) / 1000;
+    out.choice.run_bytes = r.below(kMaxChoice, "launch: bytes of a run");
+    out.choice.tiles_per_sm = r.below(kMaxChoice, "launch: tiles");
+  }
   for (int64_t i = 0; i < n_classes; ++i) out.classes.push_back(read_class(&r, program));
   for (int64_t i = 0; i < n_units; ++i) {
     CudaUnit u;

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cuda_cost.h"
 #include "plan.h"
 #include "program.h"
 
@@ -16,6 +17,8 @@ namespace recom {
 
 inline constexpr int64_t kLaunchMagic = 0x48434e554c4d4352;
 inline constexpr int64_t kLaunchVersion = 1;
+inline constexpr int64_t kTunedVersion =
+    2;  // has a PlanChoice, behind the numbers of classes and units
 
 // A class of the kernel: a program class's code for the stores of one width.
 struct CudaClass {
@@ -36,6 +39,7 @@ struct CudaUnit {
 struct LaunchWords {
   std::vector<CudaClass> classes;
   std::vector<CudaUnit> units;
+  PlanChoice choice;
 };
 
 // Reads and checks launch words against their program. Throws ProgramError.

@@ -39,6 +39,7 @@ class Planner {
     if (call_.sms < 1) fail("a device without multiprocessors");
     if (call_.pointers < 1 || call_.pointers > RECOM_POINTERS) fail("a bad number of pointers");
     launch_ = decode_launch(p_, call_.launch);
+    if (call_.slice_positions > 0) launch_.choice.slice_positions = call_.slice_positions;
     bind_layout(p_, call_.operands, call_.layout, call_.n_layout, &operands_, &places_);
     check_results(p_, call_.results);
     const Plan plan(p_, operands_, call_.results, 1);  // resolves sizes, checks every access
@@ -254,8 +255,9 @@ class Planner {
       size_t end = i + 1;
       while (end < units.size() && follows(units[end - 1], units[end])) ++end;
       const UnitShape s = shape_of(units[i]);
-      const Geometry g = geometry(s, threads, call_.sms, call_.slice_positions);
-      const int n = columns_per_tile(s, g, units[i].result_bytes, end - i, threads, call_.sms);
+      const Geometry g = geometry(s, threads, call_.sms, launch_.choice.slice_positions);
+      const int n = columns_per_tile(s, g, units[i].result_bytes, end - i, threads, call_.sms,
+                                     launch_.choice.run_bytes);
       for (; i < end; i += n) {
         const int columns = static_cast<int>(std::min<size_t>(n, end - i));
         const int64_t per_pass = recom_cuda::kThreads / (g.lanes * g.slices * columns);
@@ -281,7 +283,8 @@ class Planner {
       const int64_t wanted =
           u.shape.form == recom_cuda::kJagged
               ? jagged_passes(u.shape, g.geometry, g.bags_per_pass, left, call_.sms)
-              : passes_per_tile(g.geometry.pass_cost, total, call_.sms);
+              : passes_per_tile(g.geometry.pass_cost, total, call_.sms,
+                                launch_.choice.tiles_per_sm);
       const int64_t each = std::max(wanted, least);
       left -= g.geometry.pass_cost * static_cast<double>(g.passes);
       const int64_t n = (g.passes + each - 1) / each;

@@ -36,7 +36,7 @@ struct CudaCall {
   std::vector<Buffer> operands, results;
   int sms;                     // multiprocessors of the device
   int pointers;                // buffers that one launch may name
-  double slice_positions = 0;  // see geometry()
+  double slice_positions = 0;  // instead of the launch words' (see PlanChoice), 0: theirs
 };
 
 // Throws ProgramError.

@@ -9,16 +9,48 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 
 #include "cuda_driver.h"
+#include "stage_upload.h"
 
 namespace recom {
 
+// Who still writes a slot's bytes.
+class StageWriter {
+ public:
+  virtual ~StageWriter() = default;
+  // Returns once all bytes are final, and were issued to the device if they are uploaded. Writes
+  // itself what nobody is writing. Throws where that failed.
+  virtual void Complete() = 0;
+};
+
+// A slot's writer, null where its bytes are final.
+class StageFeed {
+ public:
+  void Set(std::shared_ptr<StageWriter> writer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    writer_ = std::move(writer);
+  }
+  std::shared_ptr<StageWriter> Get() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return writer_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<StageWriter> writer_;
+};
+
 struct StageSource {
-  const void* host = nullptr;
+  const char* host = nullptr;
   int64_t nbytes = 0;
   const void* owner = nullptr;  // the ring
+  std::shared_ptr<StageFeed> feed;
+  std::shared_ptr<Upload> upload;  // null: the call copies the slot itself
 };
 
 // A later entry at the same address replaces an older one: the older token is gone then.
@@ -34,7 +66,7 @@ StageSource stage_source(const void* token, int64_t nbytes);
 std::string pin_memory(void* data, size_t nbytes, int device);
 void unpin_memory(void* data);
 
-// The copy, on XLA's stream.
+// Gives the call its copy, on XLA's stream.
 void stage_copy(void* to, const StageSource& source, cuda::Stream stream);
 // The same where device memory is host memory: for tests without a GPU.
 void stage_copy_on_host(void* to, const StageSource& source);

@@ -46,6 +46,8 @@ void set_nan(void* p, int t) {
   } else if (t == dtype::k_F32) {
     const float v = std::numeric_limits<float>::quiet_NaN();
     std::memcpy(p, &v, 4);
+  } else if (is_float8(t)) {
+    *static_cast<uint8_t*>(p) = t == dtype::k_F8E5M2 ? 0x7e : 0x7f;
   } else {
     const uint16_t v = t == dtype::k_F16 ? 0x7e00 : 0x7fc0;
     std::memcpy(p, &v, 2);

@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "program.h"
+
 namespace recom {
 
 // A table and what a lookup index means. All sizes are in elements; `limit` is the number of row
@@ -52,21 +54,21 @@ struct Kernels {
   // d[i] = d[i] combined with rows of a: n rows of `width`, in order, into one row.
   using Acc = void (*)(void* d, const void* a, int64_t n, int64_t width);
 
-  Unary unary[12][17];
-  Binary binary[19][17];
-  Binary binary_imm[19][17];  // b is one element
-  Unary convert[17][17];      // [from][to]
-  Select select[9];           // by element size
+  Unary unary[12][dtype::k_count];
+  Binary binary[19][dtype::k_count];
+  Binary binary_imm[19][dtype::k_count];          // b is one element
+  Unary convert[dtype::k_count][dtype::k_count];  // [from][to]
+  Select select[9];                               // by element size
   Fill fill[9];
   Strided strided[9];
-  Search search[3][17];
-  Uniform uniform[17];
-  Index index[2][17];
-  Take take[17][17];     // [table][dst]
-  Pool pool[4][17][17];  // [kind][table][dst]
-  Acc acc[4][17];
-  Unary canonical_zero[17];  // d = a + 0.0
-  bool (*any_non_finite[17])(const void* a, int64_t n);
+  Search search[3][dtype::k_count];
+  Uniform uniform[dtype::k_count];
+  Index index[2][dtype::k_count];
+  Take take[dtype::k_count][dtype::k_count];     // [table][dst]
+  Pool pool[4][dtype::k_count][dtype::k_count];  // [kind][table][dst]
+  Acc acc[4][dtype::k_count];
+  Unary canonical_zero[dtype::k_count];  // d = a + 0.0
+  bool (*any_non_finite[dtype::k_count])(const void* a, int64_t n);
   void (*predicate)(int64_t* d, const int64_t* idx, const uint8_t* mask, int64_t n);
   // Lookups of several columns at once: see kernels_lookup.inc.
   bool (*row_pointers)(const TableRef& t, int64_t row_bytes, const int64_t* idx, const char* fill,

@@ -16,6 +16,7 @@
 #include "interp.h"
 #include "kernels.h"
 #include "packing.h"
+#include "packing_job.h"
 #include "program.h"
 #include "string_bindings.h"
 
@@ -50,6 +51,10 @@ const char* dtype_name(int t) {
       return "float32";
     case dtype::k_F64:
       return "float64";
+    case dtype::k_F8E5M2:
+      return "float8_e5m2";
+    case dtype::k_F8E4M3FN:
+      return "float8_e4m3fn";
     default:
       return "bfloat16";
   }
@@ -109,7 +114,9 @@ int dtype_of(const py::dtype& t) {
       if (t.itemsize() == 8) return dtype::k_F64;
   }
   const std::string name = py::str(t.attr("name"));
-  return name == "float16" ? dtype::k_F16 : name == "bfloat16" ? dtype::k_BF16 : 0;
+  for (const int t : {dtype::k_F16, dtype::k_BF16, dtype::k_F8E5M2, dtype::k_F8E4M3FN})
+    if (name == dtype_name(t)) return t;
+  return 0;
 }
 
 struct Arrays {
@@ -185,6 +192,7 @@ py::dict program_stats() {
   d["cuda_kernel_launches"] = c.kernel_launches.load();
   d["cuda_late_preparations"] = c.late_preparations.load();
   d["cuda_staged_copies"] = stage_stats().copies;
+  d["cuda_staged_pieces"] = packing::StagedPieces();
   d["cuda_stage_sources"] = stage_stats().sources;
   d["isa"] = kernels().name;
   return d;

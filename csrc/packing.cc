@@ -13,8 +13,10 @@
 #include <vector>
 
 #include "packing_copy.h"
+#include "packing_job.h"
 #include "packing_layout.h"
 #include "packing_memory.h"
+#include "packing_pool.h"
 #include "packing_reader.h"
 #include "packing_ring.h"
 #include "program.h"
@@ -50,7 +52,7 @@ py::array BuildArena(const py::object& entries, std::shared_ptr<Layout> layout) 
   Plan plan(*layout, data, data + layout->total_bytes);
   const int64_t bad = checker.Check(*layout, leaves.items(), &plan);
   if (bad >= 0) throw py::value_error("entry " + std::to_string(bad) + " doesn't fit the layout");
-  leaves.RunPlan(plan, std::clamp<int>(std::thread::hardware_concurrency(), 1, 8));
+  leaves.RunPlan(std::move(plan), std::clamp<int>(std::thread::hardware_concurrency(), 1, 8));
   return BytesOver(data, layout->total_bytes, Own(memory));
 }
 
@@ -115,8 +117,11 @@ void bind_packing(py::module_& module) {
       .def("release", &Release,
            "Gives an unused lease up; False if it was consumed or released before.")
       .def("register_token", &RegisterToken, py::arg("address"), py::arg("device") = -1,
+           py::arg("uploads") = false,
            "Calls with a token at this address read this slot; page-locks its memory for a CUDA "
            "device. Why that failed, or \"\".")
+      .def("upload", &UploadNow, py::arg("address"), py::arg("spin_us") = 0,
+           "Begins to copy the slot to the device, for the call that is handed this token.")
       .def_property_readonly(
           "tokens", [](const Lease& lease) { return lease.ring->tokens; },
           "Of the ring: a dict for whoever makes them, alive as long as its memory.")
@@ -153,10 +158,27 @@ void bind_packing(py::module_& module) {
            "-1, or the index of the first leaf that doesn't fit.")
       .def("pack_into", &Packer::PackInto, py::arg("slot").none(false), py::arg("leaves"),
            py::arg("threads") = 2, "Like matches, and copies the leaves if all fit.")
+      .def("begin", &Packer::Begin, py::arg("slot").none(false), py::arg("leaves"),
+           py::arg("threads"), py::arg("token") = 0, py::arg("spin_us") = 0,
+           "Consumes the slot: (its array, the Packing under way or None); or the index of the "
+           "first "
+           "leaf that doesn't fit, and then the slot is as it was.")
       .def("pack", &Packer::Pack, py::arg("ring").none(false), py::arg("leaves"),
            py::arg("threads") = 2,
            "(Slot, its array) packed and consumed; the index of the first leaf that doesn't fit; "
            "or None while no slot is free.");
+
+  py::class_<Packing>(module, "Packing", "A batch that is being copied into its slot.")
+      .def("join", &Packing::Join, "Waits until every leaf was read: they may be written again.");
+  module.def(
+      "stir", [](int threads, int64_t spin_us) { Stir(threads, spin_us); }, py::arg("threads"),
+      py::arg("spin_us"), "Wakes packing threads for that long: a batch is about to come.");
+  module.def("set_stage_piece", &SetPieceBytes, py::arg("nbytes"),
+             "How much of a slot that is still being written is copied to the device at a time.");
+  module.def("set_pack_delay", &SetChunkDelay, py::arg("microseconds"),
+             "Tests only: each chunk of a large pack is copied that much later.");
+  module.def("set_pack_fault", &SetChunkFault, py::arg("chunk"),
+             "Tests only: to copy that chunk of a large pack fails; -1: none.");
 
   BindReader(module);
   module.def("build_arena", &BuildArena, py::arg("entries"), py::arg("layout") = py::none(),

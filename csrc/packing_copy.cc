@@ -1,19 +1,27 @@
 #include "packing_copy.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <type_traits>
 
-#include "packing_pool.h"
+#include "packing_job.h"
 
 namespace recom::packing {
 
 namespace {
 
 constexpr int64_t kReleaseBytes = 32 << 10;  // shorter ones keep the GIL: taking it back costs more
-constexpr int64_t kThreadBytes = int64_t{1} << 20;   // per thread: less is not worth waking one
-constexpr int64_t kChunkBytes = int64_t{256} << 10;  // what a thread takes at a time
+constexpr int64_t kThreadBytes = int64_t{1} << 20;  // per thread: less is not worth waking one
+constexpr size_t kAhead = 8;                        // leaves
+constexpr int64_t kPrefetchBytes =
+    512;  // of a copy, while the one before it runs: the processor sees the rest coming
+constexpr int64_t kChunkBytes = int64_t{64} << 10;  // what a thread takes at a time
 
 template <typename From, typename To>
 void CopyRow(const char* src, int64_t stride, char* dst, int64_t n) {
@@ -55,6 +63,35 @@ RowFn RowOf(const StridedCopy& copy) {
 
 void Run(const FlatCopy& copy) { std::memcpy(copy.dst, copy.src, copy.nbytes); }
 
+// Writes past the caches: what a device reads next need not be fetched before it is overwritten,
+// nor out of another core's cache afterwards.
+void RunPastCaches(const FlatCopy& copy) {
+#if defined(__SSE2__)
+  if (reinterpret_cast<uintptr_t>(copy.dst) % 16 == 0) {
+    int64_t at = 0;
+    for (; at + 64 <= copy.nbytes; at += 64) {
+      const auto* from = reinterpret_cast<const __m128i*>(copy.src + at);
+      auto* to = reinterpret_cast<__m128i*>(copy.dst + at);
+      const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
+      const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+      _mm_stream_si128(to, a);
+      _mm_stream_si128(to + 1, b);
+      _mm_stream_si128(to + 2, c);
+      _mm_stream_si128(to + 3, d);
+    }
+    std::memcpy(copy.dst + at, copy.src + at, copy.nbytes - at);
+    return;
+  }
+#endif
+  Run(copy);
+}
+
+void Fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 void Run(const StridedCopy& copy) {
   const RowFn row = RowOf(copy);
   if (copy.rank == 0) return row(copy.src, copy.src_size, copy.dst, 1);
@@ -95,33 +132,52 @@ void Plan::Add(const py::detail::PyArray_Proxy* array, const Entry& entry, int l
   bytes_ += entry.nbytes;
 }
 
-void Plan::Execute(int max_threads) const {
-  const int threads = static_cast<int>(std::min<int64_t>(max_threads, bytes_ / kThreadBytes));
-  if (threads <= 1) {
-    for (const FlatCopy& copy : flat_) Run(copy);
-    for (const StridedCopy& copy : strided_) Run(copy);
-    return;
-  }
+void Plan::RunAll() const {
+  for (const FlatCopy& copy : flat_) Run(copy);
+  for (const StridedCopy& copy : strided_) Run(copy);
+}
+
+int64_t Plan::Cut() {
   std::vector<FlatCopy> flat;
   std::vector<StridedCopy> strided;
   for (const FlatCopy& copy : flat_)
     for (int64_t at = 0; at < copy.nbytes; at += kChunkBytes)
       flat.push_back({copy.src + at, copy.dst + at, std::min(kChunkBytes, copy.nbytes - at)});
   for (const StridedCopy& copy : strided_) Split(copy, &strided);
-  // What a thread takes at a time: neighbours, as most leaves are small.
-  std::vector<size_t> ends;
-  int64_t taken = 0;
-  for (size_t i = 0; i < flat.size() + strided.size(); ++i) {
-    taken += i < flat.size() ? flat[i].nbytes : strided[i - flat.size()].nbytes();
-    if (taken < kChunkBytes && i + 1 < flat.size() + strided.size()) continue;
-    ends.push_back(i + 1);
-    taken = 0;
+  flat_ = std::move(flat);
+  strided_ = std::move(strided);
+  // Both lists ascend. Small neighbours share a chunk.
+  size_t i = 0, j = 0;
+  int64_t taken = kChunkBytes;
+  while (i < flat_.size() || j < strided_.size()) {
+    const bool is_flat =
+        j == strided_.size() || (i < flat_.size() && flat_[i].dst < strided_[j].dst);
+    const char* dst = is_flat ? flat_[i].dst : strided_[j].dst;
+    if (taken >= kChunkBytes) {
+      chunks_.push_back({chunks_.empty() ? 0 : dst - lo_, i, j});
+      taken = 0;
+    }
+    taken += is_flat ? flat_[i++].nbytes : strided_[j++].nbytes();
   }
-  parallel_for(Helpers(threads), static_cast<int64_t>(ends.size()), [&](int64_t at) {
-    for (size_t i = at == 0 ? 0 : ends[at - 1]; i < ends[at]; ++i)
-      i < flat.size() ? Run(flat[i]) : Run(strided[i - flat.size()]);
-  });
+  chunks_.push_back({hi_ - lo_, flat_.size(), strided_.size()});
+  return static_cast<int64_t>(chunks_.size()) - 1;
 }
+
+void Plan::RunChunk(int64_t chunk) const {
+  const Chunk &from = chunks_[chunk], &to = chunks_[chunk + 1];
+  for (size_t i = from.flat; i < to.flat; ++i) {
+    if (i + 1 < to.flat) {
+      const FlatCopy& next = flat_[i + 1];
+      for (int64_t at = 0; at < std::min(next.nbytes, kPrefetchBytes); at += 64)
+        __builtin_prefetch(next.src + at);
+    }
+    past_caches_ ? RunPastCaches(flat_[i]) : Run(flat_[i]);
+  }
+  for (size_t i = from.strided; i < to.strided; ++i) Run(strided_[i]);
+  if (past_caches_) Fence();
+}
+
+int64_t Plan::ChunkBegin(int64_t chunk) const { return chunks_[chunk].begin; }
 
 StridedCopy Plan::Strided(const py::detail::PyArray_Proxy* array, const Entry& entry,
                           int leaf_dtype, char* dst) {
@@ -172,9 +228,15 @@ const py::detail::PyArray_Proxy* Checker::Array(PyObject* leaf, int* dtype) cons
 }
 
 int64_t Checker::Check(const Layout& layout, PyObject* const* leaves, Plan* plan) const {
-  for (size_t i = 0; i < layout.entries.size(); ++i) {
+  const size_t n = layout.entries.size();
+  for (size_t i = 0; i < n; ++i) {
     const Entry& entry = layout.entries[i];
     int dtype = kNoDtype;
+    if (i + 2 * kAhead < n) PrefetchObject(leaves[i + 2 * kAhead]);
+    if (i + kAhead < n && Py_TYPE(leaves[i + kAhead]) == array_type_) {
+      const auto* next = py::detail::array_proxy(leaves[i + kAhead]);
+      __builtin_prefetch(next->dimensions);
+    }
     const auto* array = Array(leaves[i], &dtype);
     if (array == nullptr || array->nd != entry.rank || !Converts(dtype, entry.dtype)) return i;
     for (int d = 0; d < entry.rank; ++d)
@@ -200,12 +262,20 @@ Leaves::Leaves(const py::object& sequence, size_t want, const char* what) {
                           " entries, " + std::to_string(size_) + " leaves were given");
 }
 
-void Leaves::RunPlan(const Plan& plan, int max_threads) {
-  if (plan.bytes() < kReleaseBytes) return plan.Execute(1);
+int Leaves::Threads(int64_t bytes, int max_threads) {
+  return static_cast<int>(std::min<int64_t>(max_threads, bytes / kThreadBytes));
+}
+
+void Leaves::RunPlan(Plan plan, int max_threads) {
+  if (plan.bytes() < kReleaseBytes) return plan.RunAll();
   held_.assign(items_, items_ + size_);
   for (PyObject* item : held_) Py_INCREF(item);
   py::gil_scoped_release release;
-  plan.Execute(max_threads);
+  const int threads = Threads(plan.bytes(), max_threads);
+  if (threads <= 1) return plan.RunAll();
+  const auto job = std::make_shared<Job>(std::move(plan));
+  job->Start(threads);
+  job->Complete();
 }
 
 }  // namespace recom::packing

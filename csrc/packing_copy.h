@@ -41,14 +41,32 @@ class Plan {
   Plan(const Layout& layout, char* lo, char* hi) : lo_(lo), hi_(hi) {
     flat_.reserve(layout.entries.size());
   }
+  Plan(Plan&&) = default;
 
   void Add(const py::detail::PyArray_Proxy* array, const Entry& entry, int leaf_dtype);
 
   int64_t bytes() const { return bytes_; }
 
-  void Execute(int max_threads) const;
+  // Has chunks written past the caches: for a device, which reads memory faster than caches.
+  void PastCaches() { past_caches_ = true; }
+
+  // All of it, on this thread.
+  void RunAll() const;
+
+  // Cuts the copies into chunks, in the order of what they write. How many.
+  int64_t Cut();
+  void RunChunk(int64_t chunk) const;
+  // The destination's bytes in front of this one are written once all earlier chunks have run; of
+  // the chunk behind the last one: the destination's size.
+  int64_t ChunkBegin(int64_t chunk) const;
 
  private:
+  // A run of both lists, and where in the destination it begins.
+  struct Chunk {
+    int64_t begin;
+    size_t flat, strided;
+  };
+
   static StridedCopy Strided(const py::detail::PyArray_Proxy* array, const Entry& entry,
                              int leaf_dtype, char* dst);
 
@@ -60,7 +78,15 @@ class Plan {
   std::vector<FlatCopy> flat_;
   std::vector<StridedCopy> strided_;
   std::vector<std::unique_ptr<char[]>> temporaries_;
+  std::vector<Chunk> chunks_;  // and one behind the last
+  bool past_caches_ = false;
 };
+
+// Asks for an object's head before it is read: a batch's leaves lie anywhere, and are cold.
+inline void PrefetchObject(const PyObject* object) {
+  __builtin_prefetch(object, 1);
+  __builtin_prefetch(reinterpret_cast<const char*>(object) + 64);
+}
 
 // Leaves checked against a layout, through numpy's C structs alone: no Python attribute is read.
 class Checker {
@@ -94,7 +120,10 @@ class Leaves {
 
   PyObject* const* items() const { return items_; }
 
-  void RunPlan(const Plan& plan, int max_threads);
+  // The copies, by as many threads as pay.
+  void RunPlan(Plan plan, int max_threads);
+  // How many threads pay for that many bytes.
+  static int Threads(int64_t bytes, int max_threads);
 
  private:
   PyObject** items_ = nullptr;

@@ -41,14 +41,17 @@ DictReader::DictReader(py::tuple keys) : keys_(std::move(keys)) {
 bool DictReader::Walk(const Order& order, const py::dict& dict, const py::tuple& values) {
   PyObject *key, *value;
   py::ssize_t at = 0;
-  size_t n = 0;
-  for (; n < order.keys.size() && PyDict_Next(dict.ptr(), &at, &key, &value); ++n) {
-    if (key != order.keys[n].ptr()) return false;
-    PyObject** item = &PyTuple_GET_ITEM(values.ptr(), order.places[n]);
-    Py_XDECREF(*item);  // of another order that did not fit; the dict holds it too
-    *item = Py_NewRef(value);
+  const size_t n = order.keys.size();
+  // Nothing runs between the two loops that could change the dict.
+  std::vector<PyObject*> found(n);
+  for (size_t i = 0; i < n; ++i) {
+    if (!PyDict_Next(dict.ptr(), &at, &key, &value) || key != order.keys[i].ptr()) return false;
+    PrefetchObject(value);
+    found[i] = value;
   }
-  return n == order.keys.size();
+  for (size_t i = 0; i < n; ++i)
+    PyTuple_SET_ITEM(values.ptr(), order.places[i], Py_NewRef(found[i]));
+  return true;
 }
 
 std::shared_ptr<Lease> DictReader::LeaseIn(const Order& order, const py::dict& dict) {

@@ -16,6 +16,10 @@ void CollectGarbage(int generation) { py::module_::import("gc").attr("collect")(
 
 std::atomic<int64_t> live_views{0};
 
+// Less is copied before others could help.
+constexpr int64_t kOverlapBytes = int64_t{256} << 10;
+constexpr int64_t kHelperBytes = int64_t{192} << 10;  // each helper should have that much to copy
+
 struct ViewHold {
   std::shared_ptr<Lease> lease;
   std::shared_ptr<Occupancy> occupancy;
@@ -57,6 +61,8 @@ std::shared_ptr<Lease> Ring::Take() {
   lease->occupancy = hold;
   lease->hold = std::move(hold);
   take_over(lease->data());
+  feeds[lease->slot]->Set(nullptr);
+  for (const auto& upload : uploads[lease->slot]) upload->Reset();
   if (!ready[lease->slot]) {
     std::memset(lease->data(), 0, stride);
     layout->WriteHeader(lease->data());
@@ -172,15 +178,36 @@ py::list ViewsOf(const std::shared_ptr<Lease>& lease) {
   return out;
 }
 
-std::string RegisterToken(Lease& lease, uintptr_t token, int device) {
+std::string RegisterToken(Lease& lease, uintptr_t token, int device, bool uploads) {
   Ring& ring = *lease.ring;
   std::string why;
   if (device >= 0 && !ring.pinned[lease.slot]) {
     why = pin_memory(lease.data(), static_cast<size_t>(ring.stride), device);
     ring.pinned[lease.slot] = why.empty();
   }
-  stage_register(token, {lease.data(), ring.layout->total_bytes, &ring});
+  std::shared_ptr<Upload> upload;
+  if (uploads) {
+    upload = std::make_shared<Upload>(lease.data(), ring.layout->total_bytes, token, device);
+    ring.uploads[lease.slot].push_back(upload);
+  }
+  stage_register(token, {lease.data(), ring.layout->total_bytes, &ring, ring.feeds[lease.slot],
+                         std::move(upload)});
   return why;
+}
+
+py::object UploadNow(Lease& lease, uintptr_t token, int64_t spin_us) {
+  const Ring& ring = *lease.ring;
+  const int64_t nbytes = ring.layout->total_bytes;
+  auto upload = stage_source(reinterpret_cast<const void*>(token), nbytes).upload;
+  if (!upload) return py::none();
+  // Nothing is left to copy, so that a helper's first act is to issue the piece there is. The call
+  // does where there is no helper.
+  Plan plan(*ring.layout, lease.data(), lease.data() + nbytes);
+  const auto job = std::make_shared<Job>(std::move(plan), std::move(upload));
+  auto packing = py::cast(std::make_unique<Packing>(job, py::none(), lease.occupancy.lock()));
+  ring.feeds[lease.slot]->Set(job);
+  job->Start(2, spin_us);
+  return packing;
 }
 
 bool Release(Lease& lease) {
@@ -208,8 +235,73 @@ int64_t Packer::PackInto(const std::shared_ptr<Lease>& lease, const py::object& 
   } done{*lease};
   Plan plan(*layout, lease->data(), lease->data() + layout->total_bytes);
   const int64_t bad = Checker(narrow).Check(*layout, leaves.items(), &plan);
-  if (bad < 0) leaves.RunPlan(plan, threads);
+  if (bad < 0) leaves.RunPlan(std::move(plan), threads);
   return bad;
+}
+
+py::object Packer::Begin(const std::shared_ptr<Lease>& lease, const py::object& sequence,
+                         int threads, uintptr_t token, int64_t spin_us) const {
+  if (lease->ring->layout != layout && !(*lease->ring->layout == *layout))
+    throw py::value_error("begin: the slot has another layout");
+  // A tuple holds its items, whatever else happens; a list may change while they are copied.
+  const py::tuple kept = sequence;
+  Leaves leaves(kept, layout->entries.size(), "begin");
+  lease->Enter(Lease::kPacking, "begin()");
+  struct Done {
+    Lease& lease;
+    ~Done() {
+      if (lease.state == Lease::kPacking) lease.state = Lease::kLeased;
+    }
+  } done{*lease};
+  Plan plan(*layout, lease->data(), lease->data() + layout->total_bytes);
+  const int64_t bad = Checker(narrow).Check(*layout, leaves.items(), &plan);
+  if (bad >= 0) return py::int_(bad);
+  if (threads < 2 || plan.bytes() < kOverlapBytes) {
+    leaves.RunPlan(std::move(plan), threads);
+    lease->state = Lease::kLeased;
+    py::object packing = py::none();
+    if (token != 0) packing = UploadNow(*lease, token, spin_us);
+    return py::make_tuple(TakeArray(*lease), std::move(packing));
+  }
+  const int helpers = static_cast<int>(std::min<int64_t>(threads, 1 + plan.bytes() / kHelperBytes));
+  std::shared_ptr<Upload> upload;
+  if (token != 0)
+    upload = stage_source(reinterpret_cast<const void*>(token), layout->total_bytes).upload;
+  if (upload) plan.PastCaches();
+  const auto job = std::make_shared<Job>(std::move(plan), std::move(upload));
+  const auto slot = lease->occupancy.lock();
+  lease->state = Lease::kLeased;
+  py::object array = TakeArray(*lease);
+  lease->ring->feeds[lease->slot]->Set(job);
+  auto packing = py::cast(std::make_unique<Packing>(job, kept, slot));
+  job->Start(helpers, spin_us);  // last: whatever raises before has begun nothing
+  return py::make_tuple(std::move(array), std::move(packing));
+}
+
+Packing::~Packing() {
+  try {
+    Join();
+  } catch (...) {  // the call's own error says so
+  }
+}
+
+void Packing::Join() {
+  if (!job_) return;
+  const std::shared_ptr<Job> job = std::move(job_);
+  job_ = nullptr;
+  std::exception_ptr error;
+  {
+    std::optional<py::gil_scoped_release> release;
+    if (!job->Finished()) release.emplace();
+    try {
+      job->Complete();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  leaves_ = py::none();
+  slot_ = nullptr;
+  if (error) std::rethrow_exception(error);
 }
 
 py::object Packer::Pack(Ring& ring, const py::object& sequence, int threads) const {

@@ -22,6 +22,7 @@
 
 #include "cuda_stage.h"
 #include "packing_copy.h"
+#include "packing_job.h"
 #include "packing_layout.h"
 #include "packing_memory.h"
 
@@ -51,12 +52,16 @@ struct Ring : std::enable_shared_from_this<Ring> {
         memory(stride * n_slots),
         leases(n_slots),
         ready(n_slots, 0),
-        pinned(n_slots, 0) {
+        pinned(n_slots, 0),
+        uploads(n_slots) {
     for (int i = n_slots - 1; i >= 0; --i) free.push_back(i);
+    for (int i = 0; i < n_slots; ++i) feeds.push_back(std::make_shared<StageFeed>());
   }
 
   ~Ring() {
     stage_forget(this);
+    for (const auto& of_slot : uploads)
+      for (const auto& upload : of_slot) upload->Drain();
     for (int i = 0; i < size(); ++i)
       if (pinned[i]) unpin_memory(Data(i));
     std::lock_guard<std::mutex> lock(Registry::Get().mutex);
@@ -107,9 +112,11 @@ struct Ring : std::enable_shared_from_this<Ring> {
   std::vector<int> free;  // the last one given back is taken first: it is warm
   std::vector<std::weak_ptr<Lease>> leases;
   std::vector<char> ready;  // header written, rest zeroed: at a slot's first use
+  std::vector<std::shared_ptr<StageFeed>> feeds;  // never changed: who writes a slot
   // Under the GIL, of a slot by who has leased it.
-  std::vector<char> pinned;  // page-locked
-  py::dict tokens;           // Python's: what a slot is called on a device
+  std::vector<char> pinned;                                   // page-locked
+  std::vector<std::vector<std::shared_ptr<Upload>>> uploads;  // to the devices it was sent to
+  py::dict tokens;  // Python's: what a slot is called on a device
 };
 
 struct Occupancy {
@@ -174,8 +181,12 @@ py::array TakeArray(Lease& lease);
 py::array ViewOf(const std::shared_ptr<Lease>& lease, int64_t i);
 py::list ViewsOf(const std::shared_ptr<Lease>& lease);
 // Makes the lease's slot the one that calls with a token at this address read. With a device, the
-// slot's memory is page-locked at the first time; "" or why that failed.
-std::string RegisterToken(Lease& lease, uintptr_t token, int device);
+// slot's memory is page-locked at the first time; "" or why that failed. `uploads`: the token is as
+// large as the slot, which is copied into it before the call begins.
+std::string RegisterToken(Lease& lease, uintptr_t token, int device, bool uploads);
+// Begins to copy the slot to the device, for the call that will be handed this token: the Packing
+// under way, or None where that call copies the slot itself.
+py::object UploadNow(Lease& lease, uintptr_t token, int64_t spin_us);
 // Gives an unused lease up; false if it was consumed or released before.
 bool Release(Lease& lease);
 
@@ -185,6 +196,23 @@ std::shared_ptr<Lease> LeaseOf(py::handle object);
 std::shared_ptr<Lease> LeaseAmong(const py::object& leaves);
 int64_t LiveViews();
 
+// A batch that is copied into its slot. Its leaves and the slot are kept until `Join`, which the
+// destructor calls, too.
+class Packing {
+ public:
+  Packing(std::shared_ptr<Job> job, py::object leaves, std::shared_ptr<Occupancy> slot)
+      : job_(std::move(job)), leaves_(std::move(leaves)), slot_(std::move(slot)) {}
+  Packing(const Packing&) = delete;
+  ~Packing();
+  // Returns once every leaf was read, and may be written again. Throws what a copy threw.
+  void Join();
+
+ private:
+  std::shared_ptr<Job> job_;
+  py::object leaves_;
+  std::shared_ptr<Occupancy> slot_;
+};
+
 struct Packer {
   std::shared_ptr<Layout> layout;
   bool narrow;
@@ -193,6 +221,12 @@ struct Packer {
 
   int64_t PackInto(const std::shared_ptr<Lease>& lease, const py::object& sequence,
                    int threads) const;
+
+  // Begins to pack into a leased slot, and consumes it: its bytes, and the Packing under way, None
+  // where all was copied at once; or the index of the first leaf that doesn't fit.
+  // `token`: of the call that will read it, 0: none. `spin_us`: see Offer.
+  py::object Begin(const std::shared_ptr<Lease>& lease, const py::object& sequence, int threads,
+                   uintptr_t token, int64_t spin_us) const;
 
   // Packs into a slot that is free right now and consumes it: (the slot, its bytes). Or the index
   // of the first leaf that doesn't fit, or None if no slot is free.

@@ -25,7 +25,7 @@ inline constexpr int64_t kVersion = 1;
 // clang-format off
 #define RECOM_DTYPES(X)                                                                         \
   X(PRED, 1) X(S8, 2) X(S16, 3) X(S32, 4) X(S64, 5) X(U8, 6) X(U16, 7) X(U32, 8) X(U64, 9)      \
-  X(F16, 10) X(F32, 11) X(F64, 12) X(BF16, 16)
+  X(F16, 10) X(F32, 11) X(F64, 12) X(BF16, 16) X(F8E5M2, 19) X(F8E4M3FN, 20)
 #define RECOM_SLOT_KINDS(X) X(IMM, 0) X(DIM, 1) X(OPERAND, 2) X(RESULT, 3)
 #define RECOM_DIM_KINDS(X)                                                                      \
   X(const, 0) X(operand_axis, 1) X(result_axis, 2) X(add, 3) X(sub, 4) X(mul, 5) X(floordiv, 6)
@@ -49,7 +49,7 @@ inline constexpr int64_t kVersion = 1;
 #define RECOM_SPACES(X) X(bag, 0) X(pos, 1)
 
 #define RECOM_ENUMERATOR(name, value) k_##name = value,
-namespace dtype { enum : int { RECOM_DTYPES(RECOM_ENUMERATOR) k_count = 17 }; }
+namespace dtype { enum : int { RECOM_DTYPES(RECOM_ENUMERATOR) k_count = 21 }; }
 namespace slot_kind { enum : int { RECOM_SLOT_KINDS(RECOM_ENUMERATOR) k_count = 4 }; }
 namespace dim_kind { enum : int { RECOM_DIM_KINDS(RECOM_ENUMERATOR) k_count = 7 }; }
 namespace opcode { enum : int { RECOM_OPCODES(RECOM_ENUMERATOR) k_count = 20 }; }
@@ -68,6 +68,8 @@ inline int element_size(int64_t t) {
     case dtype::k_PRED:
     case dtype::k_S8:
     case dtype::k_U8:
+    case dtype::k_F8E5M2:
+    case dtype::k_F8E4M3FN:
       return 1;
     case dtype::k_S16:
     case dtype::k_U16:
@@ -86,7 +88,9 @@ inline int element_size(int64_t t) {
       return 0;
   }
 }
-inline bool is_half(int t) { return t == dtype::k_F16 || t == dtype::k_BF16; }
+inline bool is_float8(int t) { return t == dtype::k_F8E5M2 || t == dtype::k_F8E4M3FN; }
+// Floats of 8 and 16 bits, which travel as float32.
+inline bool is_half(int t) { return t == dtype::k_F16 || t == dtype::k_BF16 || is_float8(t); }
 inline bool is_float(int t) { return is_half(t) || t == dtype::k_F32 || t == dtype::k_F64; }
 inline bool is_integer(int t) { return t >= dtype::k_S8 && t <= dtype::k_U64; }
 

@@ -62,11 +62,13 @@ class OptimizedFunction:
     def __init__(self, fn: Callable[..., Any], signature: Signature, options: Options) -> None:
         self._fn, self._signature, self.options = fn, signature, options
         functools.update_wrapper(self, fn, updated=())
-        self._jitted = jax.jit(
-            self._body,
-            static_argnums=signature.static_argnums or None,
-            static_argnames=signature.static_argnames or None,
-        )
+        static: dict[str, Any] = {
+            "static_argnums": signature.static_argnums or None,
+            "static_argnames": signature.static_argnames or None,
+        }
+        self._jitted = jax.jit(self._body, **static)
+        # Calls with values, where they are measured: JAX would take them for what it traced inside another function.
+        self._measured = jax.jit(self._measured_body, **static) if options.tune else self._jitted
         self._buckets = Buckets(fn, signature, options) if options.batch_buckets else None
         self._reports: dict[Any, Report] = {}
         self._lock = threading.Lock()
@@ -74,12 +76,20 @@ class OptimizedFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             if self._buckets is not None and not compat.tracing():
-                return self._buckets.call(self._jitted, args, kwargs)
-            return self._jitted(*args, **kwargs)
+                return self._buckets.call(self._run, args, kwargs)
+            return self._run(*args, **kwargs)
         except RecomError:
             raise
         except Exception as why:
             raise self._signature.explain_failure(why, args, kwargs) from why
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.options.tune or compat.tracing():
+            return self._jitted(*args, **kwargs)
+        from recom_jax.cuda import tune
+
+        with tune.values(lambda: self._signature.split(args, kwargs).leaves):
+            return self._measured(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """What would be fused for these arguments, and why the rest is not. Runs and compiles nothing.
@@ -146,8 +156,15 @@ class OptimizedFunction:
             return self._fn(*args, **kwargs)
         call = self._signature.split(args, kwargs)
         compiled = self._compile(call)
+        if self.options.tune:
+            from recom_jax.cuda import tune
+
+            tune.measure(compiled, self.options)
         outs = compat.jaxpr_as_fun(compiled.jaxpr)(*call.leaves)
         return jax.tree_util.tree_unflatten(compiled.traced.out_tree, outs)
+
+    def _measured_body(self, *args: Any, **kwargs: Any) -> Any:
+        return self._body(*args, **kwargs)
 
     def _compile(self, call: Arguments) -> pipeline.Compiled:
         pipeline.count("traces")

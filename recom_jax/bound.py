@@ -95,6 +95,10 @@ def make_plan(source: Source) -> Plan:
     pipeline.count("traces")
     call, n_bound = source.call, source.n_bound
     compiled = pipeline.compile_jaxpr(trace_call(source.fn, call, source.name), source.options)
+    if source.options.tune:
+        from recom_jax.cuda import tune
+
+        tune.measure(compiled, source.options)
     spliced = compat.open_jaxpr(compiled.jaxpr)
     by_fused, by_xla = _readers(spliced)
     bound_vars, batch_vars = spliced.invars[:n_bound], spliced.invars[n_bound:]

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from recom_jax.options import Options
 
-KINDS = ("program", "ptx", "cubin", "probe")
+KINDS = ("program", "ptx", "cubin", "probe", "schedule")
 LOCK = ".lock"
 LOCK_WAIT_S = 1.0  # then the entry is not kept: another process is stuck, or the disk is
 STALE_S = 3600.0  # unfinished files older than this were left by a process that died

@@ -14,6 +14,7 @@ from typing import Any
 
 from recom_jax import compat, ir
 from recom_jax.detect_demand import demand
+from recom_jax.detect_float8 import check_float8
 from recom_jax.detect_values import (
     SYMBOLIC,
     Detected,
@@ -193,6 +194,7 @@ class Detector:
                 refused_read(self, eqn, self.forced[id(eqn.outvars[0])])
                 continue
             try:
+                check_float8(eqn, name)
                 out = rule(self, eqn)
                 if name in RULES:
                     self.check_depth(out if isinstance(out, list) else [out])

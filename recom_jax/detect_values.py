@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - numpy knows float8 by it
 import numpy as np
 
 from recom_jax import compat, ir
@@ -29,6 +30,7 @@ DTYPES = frozenset(
         "bfloat16",
         "float32",
         "float64",
+        *ir.FLOAT8,
     ]
 )
 

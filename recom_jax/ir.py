@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from recom_jax.ir_nodes import (
+    FLOAT8,
     Affine,
     Const,
     Expr,
@@ -293,6 +294,7 @@ def rank_of(e: Expr) -> int | None:
 
 
 __all__ = [
+    "FLOAT8",
     "Affine",
     "Const",
     "Expr",

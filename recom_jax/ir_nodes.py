@@ -221,9 +221,13 @@ def _view(offset: DimLike, strides: Strides) -> str:
     return f"({offset};{','.join(map(str, strides))})"
 
 
+FLOAT8 = frozenset(("float8_e4m3fn", "float8_e5m2"))
+
+
 def is_float(dtype: str) -> bool:
-    return dtype in ("float32", "float64", "float16", "bfloat16")
+    return dtype in ("float32", "float64") or is_16bit(dtype)
 
 
 def is_16bit(dtype: str) -> bool:
-    return dtype in ("float16", "bfloat16")
+    """Whether it is a float of 16 bits or fewer, whose values registers hold as float32."""
+    return dtype in ("float16", "bfloat16") or dtype in FLOAT8

@@ -112,16 +112,22 @@ def unfused_on_cuda(digest: str) -> str:
 def _lower_cuda(ctx: Any, *operands: Any, call: FusedCall) -> Any:
     if _is_partitioned(ctx):
         return _lower_fallback(ctx, *operands, call=call)
-    from recom_jax.cuda import kernel  # costs nothing where there is no GPU
+    from recom_jax.cuda import kernel, tune  # costs nothing where there is no GPU
 
     try:
+        n_buffers = call.n_physical + len(call.out_avals)
+        portable = compat.is_export(ctx)
         made = kernel.kernel_for(
-            call.program,
-            call.encoded.digest,
-            call.n_physical + len(call.out_avals),
-            call.options,
-            portable=compat.is_export(ctx),
+            call.program, call.encoded.digest, n_buffers, call.options, portable=portable
         )
+        if call.options.tune and not portable:
+            made = kernel.kernel_for(
+                call.program,
+                call.encoded.digest,
+                n_buffers,
+                call.options,
+                schedule=tune.schedule_for(made, call, ctx.avals_in),
+            )
     except Exception as why:  # any defect costs the fusion, never the user's call
         if not isinstance(why, RecomError) and call.options.verifies:
             raise

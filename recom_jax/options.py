@@ -36,6 +36,8 @@ class Options:
         as they are, at no memory cost.
       ring_slots: staging slots `bind` keeps per batch signature; leases block when all are taken.
       lease_timeout_s: seconds a lease waits for a free slot before `LeaseError`.
+      spin_us: microseconds that the threads which pack `bind`'s batches for a GPU look out for the next batch before
+        they sleep (waking them takes tens of microseconds); None: 1,000 with 8 processors or more, else 0.
       verify: run the IR verifier after each pass; None reads ``RECOM_VERIFY``.
       dump_dir: folder for stage dumps; None reads ``RECOM_DUMP_DIR``.
       cache_dir: folder of compiled code, "0" or "off" for none; None reads ``RECOM_CACHE_DIR``.
@@ -45,6 +47,8 @@ class Options:
         is proven: `BucketError` else.
       batch_argnums: positions of the arguments whose arrays have the batch as axis 0. Default: the last argument that
         holds arrays; of a server, all that are not bound.
+      tune: on a CUDA device, measure how the kernel of new shapes is best laid out, at its first call with values, and
+        keep what was found (default False: a cost model says). Results stay the same; elsewhere nothing changes.
       always_fuse: fuse single lookups too that XLA would join with the arithmetic on their rows (default
         False: they stay in XLA, which is faster, and `explain` says so).
     """
@@ -55,6 +59,7 @@ class Options:
     small_table_bytes: int = 1 << 20
     ring_slots: int = 8
     lease_timeout_s: float = 60.0
+    spin_us: int | None = None
     verify: bool | None = None
     dump_dir: str | None = None
     cache_dir: str | None = None
@@ -62,6 +67,7 @@ class Options:
     batch_buckets: tuple[int, ...] = ()
     batch_argnums: tuple[int, ...] = ()
     always_fuse: bool = False
+    tune: bool = False
 
     def __post_init__(self) -> None:
         from recom_jax.simplify import NAMES
@@ -86,6 +92,8 @@ class Options:
             object.__setattr__(self, name, _integers(name, getattr(self, name)))
         if any(n < 1 for n in self.batch_buckets):
             raise OptionError(f"Options.batch_buckets are at least 1, not {self.batch_buckets}")
+        if self.spin_us is not None and self.spin_us < 0:
+            raise OptionError(f"Options.spin_us is at least 0, not {self.spin_us}")
         if self.cache_bytes is not None and self.cache_bytes < 0:
             raise OptionError(f"Options.cache_bytes is at least 0, not {self.cache_bytes}")
 

@@ -31,14 +31,15 @@ import numpy as np
 from jax import lax
 
 from recom_jax import _recom
-from recom_jax._recom import Layout, Packer, Slot, SlotRing
+from recom_jax._recom import Layout, Packer, Packing, Slot, SlotRing
 from recom_jax.errors import ArgumentError, BatchError, BatchTypeError, BindError, LeaseError
 
 if TYPE_CHECKING:
-    from recom_jax.stage import Flights
+    from recom_jax.stage import Flights, Target, Token
 
 __all__ = [
     "Arena",
+    "Begun",
     "Layout",
     "LeafSpec",
     "Packer",
@@ -271,6 +272,36 @@ class Staging:
             return bad
         return slot, slot.array()
 
+    def begin(
+        self, layout: Layout, leaves: Sequence[object], target: Target, spin_us: int
+    ) -> Begun | int:
+        """As `try_pack`, but returns while a large batch is still being copied.
+
+        A call may be handed the slot at once: its handler waits for the bytes it copies (`stage`). `Begun.join` must
+        be called before whoever owns the leaves may write them again.
+
+        Args:
+          spin_us: how long threads that helped look out for the next batch.
+
+        Returns:
+          What was begun; or the index of the first leaf that doesn't fit (then nothing was, and no slot is consumed).
+        """
+        target.flights.sweep()
+        ring, packers = self._get(layout)
+        packer = packers[cast(Any, jax.config).jax_enable_x64]
+        slot = ring.try_acquire()
+        if slot is None:
+            bad: int = packer.matches(leaves)  # so that bad leaves don't wait for a slot first
+            if bad >= 0:
+                return bad
+            slot = self.acquire(layout, None, target.flights)
+        token = target.token(slot)
+        found = packer.begin(slot, leaves, target.threads, token.address, spin_us)
+        if isinstance(found, int):
+            slot.release()
+            return found
+        return Begun(token, *found)
+
     def _get(self, layout: Layout) -> tuple[SlotRing, tuple[Packer, Packer]]:
         with self._lock:
             found = self._rings.get(layout)
@@ -290,6 +321,31 @@ class Staging:
             if ring.n_free == ring.n_slots:
                 del self._rings[layout]
                 total -= ring.nbytes
+
+
+@dataclass(slots=True)
+class Begun:
+    """A batch on its way into a slot.
+
+    Attributes:
+      token: what the call is handed.
+      held: what keeps the slot: its bytes, which may not all be there yet.
+      packing: None once all are.
+    """
+
+    token: Token
+    held: Any
+    packing: Packing | None
+
+    def join(self) -> None:
+        """Waits until every leaf was read, and the slot is on its way to the device.
+
+        Raises:
+          RuntimeError: a copy failed; a call that was handed the slot fails, too.
+        """
+        packing, self.packing = self.packing, None
+        if packing is not None:
+            packing.join()
 
 
 @dataclass(frozen=True, eq=False)

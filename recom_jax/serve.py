@@ -27,22 +27,13 @@ from recom_jax.errors import (
     trace_error,
 )
 from recom_jax.options import Options
-from recom_jax.pack import LeafSpec
-from recom_jax.serve_batch import (
-    Given,
-    batch_axes,
-    concrete,
-    first_shape,
-    given,
-)
-from recom_jax.serve_core import BindCost, Core, FlatBatch, Weights
-from recom_jax.serve_trace import InTrace
+from recom_jax.serve_batch import concrete, first_shape
+from recom_jax.serve_core import Core, FlatBatch, Weights
+from recom_jax.serve_prepare import Prepared
 from recom_jax.signature import Signature, leaf_fault
 
-_PAGE = 4096
 
-
-class Server(InTrace):
+class Server(Prepared):
     """A function with its leading arguments bound: ``serve(batch)``. Made by `OptimizedFunction.bind`.
 
     Thread-safe. The bound arrays must stay alive: if they are donated elsewhere, calls raise DeletedError.
@@ -180,7 +171,8 @@ class Server(InTrace):
                 found = self._try(plan, leaves)
                 if found is not _MISS:
                     return found
-        plan = self._core.plan(batch, kwargs)
+        with self._values(leaves):
+            plan = core.plan(batch, kwargs)
         staged = self._stage(plan, leaves)
         if isinstance(staged, int):
             raise pack.mismatch(plan.layout, staged, leaves[plan.packed[staged]], plan.packed_names)
@@ -203,7 +195,7 @@ class Server(InTrace):
                     staged = found.array()
                 except RuntimeError:
                     self._served_twice()
-                return self._run(leased, (found, staged), ())
+                return self._run(leased, self._leased(leased, found, staged), ())
         return _MISS
 
     def _try(self, plan: Plan, leaves: Sequence[Any]) -> Any:
@@ -216,22 +208,29 @@ class Server(InTrace):
             return _MISS
 
     def _stage(self, plan: Plan, leaves: Sequence[Any]) -> Any:
-        """The slot and its bytes, None if nothing is staged, or the index of a packed leaf that does not fit."""
+        """What `_run` takes: a `pack.Begun` where calls take tokens, else the slot and its bytes; None if nothing is
+        staged; or the index of a packed leaf that does not fit."""
         if not plan.packed:
             return None
         chosen = leaves if plan.all_packed else [leaves[k] for k in plan.packed]
         staging, target = self._core.staging, plan.target
+        staged: Any
         if target is None:
             staged = staging.try_pack(plan.layout, chosen)
         else:
-            staged = staging.try_pack(
-                plan.layout, chosen, flights=target.flights, threads=target.threads
-            )
+            staged = staging.begin(plan.layout, chosen, target, self._spin(target))
         if not isinstance(staged, int):
             pipeline.count("bytes_packed", plan.layout.total_bytes)
         return staged
 
     def _run(self, plan: Plan, staged: Any, leaves: Sequence[Any]) -> Any:
+        try:
+            return self._run_staged(plan, staged, leaves)
+        finally:  # whatever happened, nobody reads the caller's arrays any more
+            if plan.target is not None:
+                staged.join()
+
+    def _run_staged(self, plan: Plan, staged: Any, leaves: Sequence[Any]) -> Any:
         bound = self._bound(plan)
         direct = [leaves[k] for k in plan.direct]
         try:
@@ -251,77 +250,24 @@ class Server(InTrace):
             raise trace_error(why, f"while serving {self.__name__}") from why
 
     def _run_by_token(
-        self, target: stage.Target, call: Any, staged: Any, rest: Sequence[Any]
+        self, target: stage.Target, call: Any, begun: pack.Begun, rest: Sequence[Any]
     ) -> Any:
-        slot, held = staged
-        token = target.token(slot)
+        token = begun.token.array
         try:
             result, done = call(token, *rest)
         except MismatchError:  # found while tracing: nothing was run
             raise
         except BaseException:
-            target.flights.add_failed(token, held)
+            target.flights.add_failed(token, begun.held)
             raise
-        target.flights.add(done, held)
+        target.flights.add(done, begun.held)
+        begun.join()  # the caller may write its arrays from here on
         return result
 
     def _blame(self, leaf: Any, what: str, why: Exception) -> None:
         fault = leaf_fault(leaf, f"{what} of {self.__name__}", why)
         if fault is not None:
             raise fault from why
-
-    # ---- plans --------------------------------------------------------------------------------------------
-
-    def cost(self, *batch: Any, **kwargs: Any) -> BindCost:
-        """What serving this batch (arrays or ShapeDtypeStructs) will allocate. Allocates none of it."""
-        plan = self._core.plan(*concrete(batch, kwargs))
-        specs = self._core.specs
-        inside = [LeafSpec.of(specs[k]) for k in plan.arena_leaves]
-        arena = pack.layout_of(inside).total_bytes if inside else 0
-        shared = sum(
-            int(np.prod(specs[k].shape)) * specs[k].dtype.itemsize for k in plan.direct_bound
-        )
-        slot = pack.ring_bytes(plan.layout, 1) if plan.packed else 0
-        slots = self._core.options.ring_slots
-        target = stage.target_of(self._core.home)
-        if target is None:
-            return BindCost(-(-arena // _PAGE) * _PAGE, slot, slots, shared)
-        copy = plan.layout.total_bytes if plan.packed else 0
-        return BindCost(arena, slot, slots, shared, str(target.device), copy)
-
-    def warmup(self, sizes: int | Sequence[int], *example: Any, **kwargs: Any) -> None:
-        """Traces and compiles for these batch sizes before traffic.
-
-        Args:
-          sizes: batch sizes, or one.
-          *example: one batch (arrays or ShapeDtypeStructs) whose shapes say what a batch looks like; may be left
-            out once the server has seen a batch. Axes that share the example's batch size scale.
-
-        Raises:
-          BatchError: there is no example yet, or a size is negative.
-        """
-        core = self._core
-        if isinstance(sizes, (int, np.integer)):
-            sizes = (int(sizes),)
-        spec = (
-            jax.tree_util.tree_map(given, (example, kwargs)) if example or kwargs else core.example
-        )
-        if spec is None:
-            raise BatchError(
-                f"warmup of {self.__name__}: no batch was seen yet; pass one: "
-                "warmup(sizes, example_batch)"
-            )
-        for size in sizes:
-            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0:
-                raise BatchError(
-                    f"warmup of {self.__name__}: a batch size is a number of at least 0, not {size!r}"
-                )
-        leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: isinstance(x, Given))
-        scales = batch_axes(leaves)
-        for size in sizes:
-            made = [x.of_size(int(size) if k in scales else None) for k, x in enumerate(leaves)]
-            args, kw = jax.tree_util.tree_unflatten(tree, made)
-            jax.block_until_ready(self(*args, **kw))
 
     # ---- leases -------------------------------------------------------------------------------------------
 
@@ -349,7 +295,8 @@ class Server(InTrace):
         plan = self._known(leaves, tree, static)
         if plan is None:
             batch, kw = concrete(example, kwargs, all_numpy=True)
-            plan = self._core.plan(batch, kw)
+            with self._values(leaves):
+                plan = self._core.plan(batch, kw)
             dynamic, named, _ = self._core.split_static(batch, kw)
             leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
         if plan.all_packed:
@@ -375,8 +322,15 @@ class Server(InTrace):
         return None
 
     def _acquire(self, plan: Plan) -> pack.Slot:
-        flights = plan.target.flights if plan.target is not None else None
-        return self._core.staging.acquire(plan.layout, flights=flights)
+        target = plan.target
+        slot = self._core.staging.acquire(plan.layout, flights=target.flights if target else None)
+        if target is not None and self._spin(target):
+            _recom.stir(stage.STIRRED, self._spin(target))
+        return slot
+
+    def _spin(self, target: stage.Target) -> int:
+        given = self._core.options.spin_us
+        return target.spin_us if given is None else given
 
     def _known(self, leaves: Sequence[Any], tree: Any, static: Any) -> Plan | None:
         """The plan that these leaves fit as they are, without looking at each from Python."""
@@ -422,7 +376,14 @@ class Server(InTrace):
             self._served_twice()
         if bad >= 0:
             raise pack.mismatch(plan.layout, bad, chosen[bad], plan.packed_names)
-        return self._run(plan, (slot, staged), leaves)
+        return self._run(plan, self._leased(plan, slot, staged), leaves)
+
+    def _leased(self, plan: Plan, slot: pack.Slot, held: Any) -> Any:
+        if plan.target is None:
+            return slot, held
+        token = plan.target.token(slot)
+        # Now: XLA takes its time to begin.
+        return pack.Begun(token, held, slot.upload(token.address, self._spin(plan.target)))
 
     def _served_twice(self) -> NoReturn:
         raise LeaseError(

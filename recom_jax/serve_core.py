@@ -33,7 +33,8 @@ class BindCost:
       shared: tables and weights passed as they are: no copy.
       device: the GPU that the arena and copies of staging buffers are on; staging buffers are page-locked host
         memory then. "": all is in host memory.
-      staging_copy: what one call in flight takes on that device for its staged inputs.
+      staging_copy: what one call in flight takes on that device for its staged inputs: its slot's buffer there, which
+        stays, and the call's own copy.
     """
 
     arena: int

@@ -16,7 +16,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,8 +24,11 @@ import numpy as np
 from recom_jax import ffi
 from recom_jax.lowering import warn_once
 
-_TOKEN_BYTES = 16
 _MOST_THREADS = 8
+PIECE_BYTES = 1 << 20
+SPIN_US = 1000
+STIRRED = 3  # threads that a lease wakes: a processor that sleeps is slow to start the call
+_SPINNING = 8  # processors
 _emulated = False  # tests: stage on the CPU as on a GPU
 
 
@@ -86,6 +89,13 @@ def _has_ended(done: Any) -> bool:
         return True
 
 
+class Token(NamedTuple):
+    """A slot's buffer on a device, and where that is."""
+
+    array: Any
+    address: int
+
+
 class Target:
     """A device whose calls are handed tokens. Made by `target_of`, once for each device and commitment.
 
@@ -93,22 +103,26 @@ class Target:
       committed: whether results are committed to the device, as they are where bound arrays are.
       ordinal: CUDA's number of the device; -1: emulated.
       threads: how many may pack a batch. The CPU has little else to do, and the device waits for it.
+      spin_us: how long they look out for the next batch before they sleep, where `Options.spin_us` does not say.
     """
 
     def __init__(self, device: Any, committed: bool, flights: Flights) -> None:
         self.device, self.committed, self.flights = device, committed, flights
         self.ordinal = -1 if device.platform == "cpu" else int(device.local_hardware_id)
-        self.threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        processors = len(os.sched_getaffinity(0))
+        self.threads = min(processors, _MOST_THREADS)
+        self.spin_us = SPIN_US if processors >= _SPINNING and self.ordinal >= 0 else 0
 
-    def token(self, slot: Any) -> Any:
+    def token(self, slot: Any) -> Token:
         """The array that stands for a slot of any ring."""
-        found = slot.tokens.get((slot.index, self))
+        found: Token | None = slot.tokens.get((slot.index, self))
         if found is None:
             with jax.default_device(self.device):
                 place = self.device if self.committed else None
-                found = jax.device_put(np.zeros(_TOKEN_BYTES, np.uint8), place)
-                address = found.unsafe_buffer_pointer()
-            why = slot.register_token(address, self.ordinal)
+                array = jax.device_put(np.zeros(slot.layout.total_bytes, np.uint8), place)
+                # Ready: nothing of XLA's may write it after the first batch was copied there.
+                found = Token(array, jax.block_until_ready(array).unsafe_buffer_pointer())
+            why = slot.register_token(found.address, self.ordinal, uploads=True)
             if why:
                 warn_once(
                     f"recom_jax: staging memory is not page-locked, copies to the GPU are slower: {why}"
@@ -176,7 +190,7 @@ def _drain(flights: Flights) -> None:
 
 @functools.cache
 def _successor() -> Any:
-    return jax.jit(lambda token: token + np.uint8(1))
+    return jax.jit(lambda token: token[:1] + np.uint8(1))
 
 
 def _after(token: Any) -> Any:

@@ -116,7 +116,8 @@ def test_a_call_takes_a_token(serve: Any, params: Any) -> None:
     equal(serve(batch), PLAIN(params, batch))
     (plans,) = serve._core.plans.values()
     assert plans[0].target.ordinal == -1
-    text = str(jax.make_jaxpr(plans[0].call)(np.zeros(16, np.uint8), *serve._bound(plans[0])))
+    nbytes = plans[0].layout.total_bytes
+    text = str(jax.make_jaxpr(plans[0].call)(np.zeros(nbytes, np.uint8), *serve._bound(plans[0])))
     assert ffi.STAGE in text
     assert f"u8[{plans[0].layout.total_bytes}]" in text
 
@@ -292,7 +293,7 @@ def test_cost_names_the_device(serve: Any) -> None:
     batch = make_batch(33)
     cost = serve.cost(batch)
     assert cost.device == str(jax.devices()[0])
-    assert cost.staging_copy == next(iter(serve._core.by_types.values())).layout.total_bytes
+    assert cost.staging_copy == 2 * next(iter(serve._core.by_types.values())).layout.total_bytes
     assert "page-locked" in str(cost)
     assert cost.device in str(cost)
     assert MODEL.bind(make_params()).cost(batch) == cost
@@ -316,14 +317,17 @@ def test_a_token_stands_for_its_slot() -> None:
     assert target.token(slot) is token
     nbytes = slot.layout.total_bytes
     copy = jax.jit(lambda t: stage.copy_slot(t, nbytes))
-    got, done = copy(token)
+    got, done = copy(token.array)  # the call copies what nobody has uploaded
     np.testing.assert_array_equal(got, slot.array())
+    slot.upload(token.address)
+    got, done = copy(token.array)
+    np.testing.assert_array_equal(got, token.array)
     assert done.shape == ()
 
 
 def test_an_unknown_token_is_an_error() -> None:
     slot = _slot()
-    token = stage.target_of((None, False)).token(slot)
+    token = stage.target_of((None, False)).token(slot).array
     nbytes = slot.layout.total_bytes
     copy = jax.jit(lambda t, n: stage.copy_slot(t, n), static_argnums=1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no staging slot of this process"):

@@ -16,7 +16,7 @@ from recom_jax.cuda.units import JAGGED, Units, units_of, walk
 from recom_jax.program import Program
 
 LAUNCH_MAGIC = 0x48434E554C4D4352
-LAUNCH_VERSION = 1
+LAUNCH_VERSION, TUNED_VERSION = 1, 2
 DEFAULT = Schedule()
 
 
@@ -56,7 +56,14 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
         *_kernel(units, schedule),
         "",
     ]
-    words = [LAUNCH_MAGIC, LAUNCH_VERSION, len(units.classes), len(units.units)]
+    tuned = any(schedule.plan)
+    words = [
+        LAUNCH_MAGIC,
+        TUNED_VERSION if tuned else LAUNCH_VERSION,
+        len(units.classes),
+        len(units.units),
+        *(schedule.plan if tuned else ()),
+    ]
     for cls in units.classes:
         words += [cls.number, cls.form, cls.width_slot, cls.vec]
     for unit in units.units:

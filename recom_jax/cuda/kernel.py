@@ -13,6 +13,7 @@ from typing import Any
 from recom_jax import ffi
 from recom_jax.cache import Cache
 from recom_jax.cuda import codegen, nvrtc
+from recom_jax.cuda.text import Schedule
 from recom_jax.errors import CudaError
 from recom_jax.options import Options
 from recom_jax.program import Program
@@ -45,7 +46,7 @@ class Kernel:
 
 
 _LOCK = threading.Lock()
-_MADE: collections.OrderedDict[tuple[str, int, str], Kernel] = collections.OrderedDict()
+_MADE: collections.OrderedDict[tuple[str, int, str, Schedule], Kernel] = collections.OrderedDict()
 
 
 def bucket(n_buffers: int) -> int:
@@ -54,7 +55,12 @@ def bucket(n_buffers: int) -> int:
 
 
 def kernel_for(
-    program: Program, digest: str, n_buffers: int, options: Options, portable: bool = False
+    program: Program,
+    digest: str,
+    n_buffers: int,
+    options: Options,
+    portable: bool = False,
+    schedule: Schedule = codegen.DEFAULT,
 ) -> Kernel:
     """Generates and compiles a kernel, unless this process or the disk cache has it.
 
@@ -62,6 +68,7 @@ def kernel_for(
       digest: of the program's words.
       n_buffers: physical operands and results of the call.
       portable: the call may run on another machine: PTX, whatever the driver here.
+      schedule: what `tune` chose.
 
     Raises:
       CudaError: no compiler, or a driver that is too old.
@@ -69,12 +76,12 @@ def kernel_for(
     """
     pointers = bucket(n_buffers)
     arch = "" if portable else native_arch()
-    key = (digest, pointers, arch)
+    key = (digest, pointers, arch, schedule)
     with _LOCK:
         if key in _MADE:
             _MADE.move_to_end(key)
             return _MADE[key]
-    made = codegen.generate(program)
+    made = codegen.generate(program, schedule)
     image = _image(made.source, pointers, arch, options)
     kernel = Kernel(made.source, made.launch, image, hashlib.sha256(image).hexdigest(), pointers)
     _dump(kernel, arch, options)

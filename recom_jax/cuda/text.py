@@ -12,6 +12,7 @@ from recom_jax.program import Instr
 TYPES = {
     "bool": "pred", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8", "uint16": "u16",
     "uint32": "u32", "uint64": "u64", "float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64",
+    "float8_e5m2": "e5m2", "float8_e4m3fn": "e4m3",
 }  # fmt: skip
 KINDS = {"SUM": "kSum", "MAX": "kMax", "MIN": "kMin", "PROD": "kProd"}
 SIDES = {"LEFT": "kLeft", "RIGHT": "kRight"}
@@ -23,15 +24,28 @@ class Unsupported(EncodeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """What may be chosen freely: results are the same but for the order of pooled sums.
+    """What may be chosen freely. Results are the same but for `slices`: the order of a jagged bag's sum follows it.
+
+    The first two are the kernel's text, the others the plan's: 0 is what its cost model says (csrc/cuda_cost.h).
 
     Attributes:
       flight: rows that a lane of a bag has on their way at once.
       blocks: of a multiprocessor at once, that registers must suffice for (0: what the text is best with).
+      slices: positions, in thousandths, that a slice of a jagged bag has at least.
+      run: bytes of adjacent columns' results that a tile writes side by side.
+      tiles: of a multiprocessor, aimed at.
     """
 
     flight: int = 4
     blocks: int = 0
+    slices: int = 0
+    run: int = 0
+    tiles: int = 0
+
+    @property
+    def plan(self) -> tuple[int, int, int]:
+        """What the launch words say of it."""
+        return self.slices, self.run, self.tiles
 
 
 class Text:

@@ -33,6 +33,7 @@ class Options:
       pointers: buffers a launch may name.
       sms: multiprocessors that the real plan spreads its tiles over.
       slice_positions: least positions of a jagged bag's slice in the real plan, 0: as the plan likes.
+      schedule: of the kernel and the real plan; None: the untuned one.
       flags: more flags of the C++ compiler.
     """
 
@@ -41,6 +42,7 @@ class Options:
     pointers: int = POINTERS
     sms: int = 4
     slice_positions: float = 0.0
+    schedule: Any = None
     flags: tuple[str, ...] = ()
 
 
@@ -68,9 +70,9 @@ def emulate(
       results: arrays of the results' shapes and dtypes.
       layout: per virtual operand, where it lies.
     """
-    from recom_jax.cuda.codegen import generate
+    from recom_jax.cuda.codegen import DEFAULT, generate
 
-    text = generate(program)
+    text = generate(program, options.schedule or DEFAULT)
     if layout is None:
         places = [Place(k, 0, a.shape) for k, a in enumerate(operands)]
     else:

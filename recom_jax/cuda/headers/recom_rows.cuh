@@ -47,7 +47,7 @@ RECOM_FN Row<E, N> load_vector(const E* at) {
   Row<E, N> r;
   if constexpr (N == 1) {
     if constexpr (kIsHalf<E>) {
-      r.v[0].bits = __ldg(reinterpret_cast<const u16*>(at));
+      r.v[0].bits = __ldg(reinterpret_cast<const decltype(E::bits)*>(at));
     } else if constexpr (kSame<E, pred>) {
       r.v[0] = __ldg(reinterpret_cast<const u8*>(at)) != 0;
     } else {

@@ -26,6 +26,12 @@ struct f16 {
 struct bf16 {
   u16 bits;
 };
+struct e5m2 {
+  u8 bits;
+};
+struct e4m3 {  // no infinities: "fn"
+  u8 bits;
+};
 
 template <bool C, class A, class B>
 struct If {
@@ -41,7 +47,7 @@ template <class A>
 constexpr bool kSame<A, A> = true;
 
 template <class T>
-constexpr bool kIsHalf = kSame<T, f16> || kSame<T, bf16>;
+constexpr bool kIsHalf = kSame<T, f16> || kSame<T, bf16> || kSame<T, e5m2> || kSame<T, e4m3>;
 template <class T>
 constexpr bool kIsFloat = kSame<T, f32> || kSame<T, f64>;
 template <class T>
@@ -69,6 +75,34 @@ RECOM_FN f32 widen(f16 h) {
   const u32 special = 0x7f800000u | (m << 13) | (m ? 0x400000u : 0u);
   const u32 tiny = bits_of(static_cast<f32>(m) * 5.9604644775390625e-8f);  // 2^-24
   return from_bits((e == 31u ? special : e == 0u ? tiny : normal) | sign);
+}
+RECOM_FN f32 widen(e5m2 h) {
+  const u32 e = (h.bits >> 2) & 31u, m = h.bits & 3u, sign = static_cast<u32>(h.bits & 0x80u) << 24;
+  const u32 normal = ((e + 112u) << 23) | (m << 21);
+  const u32 special = m ? 0x7fc00000u : 0x7f800000u;  // XLA has one NaN
+  const u32 tiny = bits_of(static_cast<f32>(m) * 1.52587890625e-5f);  // 2^-16
+  return from_bits((e == 31u ? special : e == 0u ? tiny : normal) | sign);
+}
+RECOM_FN f32 widen(e4m3 h) {
+  const u32 e = (h.bits >> 3) & 15u, m = h.bits & 7u, sign = static_cast<u32>(h.bits & 0x80u) << 24;
+  const u32 normal = ((e + 120u) << 23) | (m << 20);
+  const u32 tiny = bits_of(static_cast<f32>(m) * 0.001953125f);  // 2^-9
+  return from_bits(((h.bits & 0x7fu) == 0x7fu ? 0x7fc00000u : e == 0u ? tiny : normal) | sign);
+}
+RECOM_FN e5m2 narrow(f32 f, e5m2) {
+  const u32 u = bits_of(f), a = u & 0x7fffffffu;
+  // Adding 2^7 rounds at 2^-16, the spacing of denormals.
+  const u32 tiny = bits_of(from_bits(a) + 128.0f) - 0x43000000u;
+  const u32 normal = (a + 0xfffffu + ((a >> 21) & 1u) - 0x38000000u) >> 21;
+  const u32 r = a > 0x7f800000u ? 0x7eu : a < 0x38800000u ? tiny : normal < 0x7cu ? normal : 0x7cu;
+  return e5m2{static_cast<u8>(r | ((u >> 24) & 0x80u))};
+}
+RECOM_FN e4m3 narrow(f32 f, e4m3) {
+  const u32 u = bits_of(f), a = u & 0x7fffffffu;
+  const u32 tiny = bits_of(from_bits(a) + 16384.0f) - 0x46800000u;
+  const u32 normal = (a + 0x7ffffu + ((a >> 20) & 1u) - 0x3c000000u) >> 20;
+  const u32 r = a > 0x7f800000u ? 0x7fu : a < 0x3c800000u ? tiny : normal < 0x7fu ? normal : 0x7fu;
+  return e4m3{static_cast<u8>(r | ((u >> 24) & 0x80u))};
 }
 RECOM_FN f16 narrow(f32 f, f16) {
   const u32 u = bits_of(f), a = u & 0x7fffffffu;
@@ -119,7 +153,7 @@ RECOM_FN T immediate(i64 word) {
   } else if constexpr (kSame<T, f64>) {
     return from_bits(static_cast<u64>(word));
   } else if constexpr (kIsHalf<T>) {
-    return T{static_cast<u16>(word)};
+    return T{static_cast<decltype(T::bits)>(word)};
   } else if constexpr (kSame<T, pred>) {
     return (word & 0xff) != 0;
   } else {
