@@ -11,9 +11,17 @@
 
 #include "ffi_call.h"
 #include "interp.h"
+#include "row_sums.h"
 
 namespace recom {
 namespace {
+
+Executor executor_of(ffi::ThreadPool& pool) {
+  Executor executor;
+  executor.threads = static_cast<int>(std::max<int64_t>(pool.num_threads(), 1));
+  executor.schedule = [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); };
+  return executor;
+}
 
 ffi::Error fused(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                  std::string_view program_bytes, std::string_view hash,
@@ -22,10 +30,20 @@ ffi::Error fused(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRe
     const auto program = cached_program(hash, program_bytes);
     std::vector<Buffer> physical, results;
     if (auto error = read_buffers(args, rets, &physical, &results)) return *error;
-    Executor executor;
-    executor.threads = static_cast<int>(std::max<int64_t>(pool.num_threads(), 1));
-    executor.schedule = [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); };
-    run_program(*program, physical, results, binding.begin(), binding.size(), executor);
+    run_program(*program, physical, results, binding.begin(), binding.size(), executor_of(pool));
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error row_sums(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    std::string_view program_bytes, std::string_view hash,
+                    ffi::Span<const int64_t> binding, ffi::Span<const int64_t> sums) {
+  return guarded([&]() -> ffi::Error {
+    const auto program = cached_program(hash, program_bytes);
+    std::vector<Buffer> physical, results;
+    if (auto error = read_buffers(args, rets, &physical, &results)) return *error;
+    run_row_sums(*program, physical, results, binding.begin(), binding.size(), sums.begin(),
+                 sums.size(), executor_of(pool));
     return ffi::Error::Success();
   });
 }
@@ -40,12 +58,22 @@ XLA_FFI_DEFINE_HANDLER(kFused, fused,
                            .Attr<std::string_view>("program")
                            .Attr<std::string_view>("hash")
                            .Attr<ffi::Span<const int64_t>>("binding"));
+XLA_FFI_DEFINE_HANDLER(kRowSums, row_sums,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<std::string_view>("program")
+                           .Attr<std::string_view>("hash")
+                           .Attr<ffi::Span<const int64_t>>("binding")
+                           .Attr<ffi::Span<const int64_t>>("sums"));
 XLA_FFI_DEFINE_HANDLER(kEmpty, empty, ffi::Ffi::Bind().RemainingArgs().RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
 void* fused_v1_handler() { return reinterpret_cast<void*>(kFused); }
+void* row_sums_v1_handler() { return reinterpret_cast<void*>(kRowSums); }
 void* empty_v1_handler() { return reinterpret_cast<void*>(kEmpty); }
 
 }  // namespace recom

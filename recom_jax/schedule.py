@@ -79,7 +79,7 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
             parts = (Part(out.val.expr, out.val.shape, 0, row_major(out.val.shape)),)
         for p in parts:
             try:
-                piece = _piece(detected, p, k)
+                piece = piece_of(detected, p, k)
             except EncodeError as why:
                 raise PartError(out.var, str(why)) from why
             pieces.append((detected.unifier.value(p.offset), piece))
@@ -111,7 +111,8 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
     return dataclasses.replace(made, lookups=tuple(lookups))
 
 
-def _piece(detected: Detected, p: Part, result: int) -> Piece:
+def piece_of(detected: Detected, p: Part, result: int) -> Piece:
+    """A part of result number `result`, made ready. Raises EncodeError where no column can be made of it."""
     pool, resolve = detected.pool, detected.unifier.resolve
     rank = len(p.shape)
     features = _feature_axes(p.expr, rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recom_jax import compat, trace
@@ -32,6 +32,7 @@ def splice(
     made_by = {id(v): (n, eqn) for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     levels = 1 + max([lv for lv, _, _ in calls] + [lv for lv, _ in detected.kept], default=0)
     eqns: list[Any] = []
+    known = {**detected.value_of, **{id(v): c for v, c in extra_consts}}
     fused_vars = {id(o.var) for _, s, _ in calls for o in s.outputs}
     for level in range(levels):
         for lv, eqn in detected.kept:
@@ -47,7 +48,7 @@ def splice(
                 eqns.append(eqn)
         for lv, scheduled, encoded in calls:
             if lv == level:
-                eqns.append(_call_eqn(made_by, scheduled, encoded, options))
+                eqns.append(_call_eqn(made_by, scheduled, encoded, options, known))
     constvars = [*jaxpr.constvars, *(v for v, _ in extra_consts)]
     consts = [*closed.consts, *(c for _, c in extra_consts)]
     eqns = trace.live(eqns, jaxpr.outvars)
@@ -62,7 +63,11 @@ def splice(
 
 
 def _call_eqn(
-    made_by: dict[int, tuple[int, Any]], scheduled: Scheduled, encoded: Encoded, options: Any
+    made_by: dict[int, tuple[int, Any]],
+    scheduled: Scheduled,
+    encoded: Encoded,
+    options: Any,
+    known: Mapping[int, Any],
 ) -> Any:
     outs = [o.var for o in scheduled.outputs]
     closed, extra = _original(made_by, scheduled.operands, outs)
@@ -82,6 +87,7 @@ def _call_eqn(
         layout,
         scheduled.program,
         closed=closed,
+        constants={k: known[id(v)] for k, v in enumerate(operands) if id(v) in known},
     )
     return compat.new_jaxpr_eqn(
         operands,

@@ -1,0 +1,480 @@
+"""How a fused call depends on its tables, where that is linear: what the fused backward is made from.
+
+Many columns are linear in their tables: rows, times numbers that no table decides, added up. Then the derivative by a
+table is the same program run on the table's tangent, and its transpose adds rows of the cotangent to rows of the
+gradient. This stage finds such tables in the expressions of a call, and says of every other table why it is none.
+
+A `Term` is one lookup with the numbers that its rows are multiplied by. Its *items* are what one row of the table is
+read for: the positions of a bag, or the bags themselves where nothing is pooled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from recom_jax import compat, ir
+from recom_jax.detect import Detected, Output, Part, Val, row_major
+from recom_jax.errors import EncodeError
+from recom_jax.schedule import Piece, piece_of
+from recom_jax.shape_solver.dims import DimLike
+
+# What stands between a table and a result, and is differentiated as it is written. `stop_gradient` is not, for one.
+_PLAIN = frozenset((
+    "gather", "dynamic_slice", "mul", "div", "add", "add_any", "sub", "neg", "select_n", "reduce_sum", "scatter-add",
+    "scatter_add", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "concatenate", "slice",
+    "squeeze", "expand_dims", "dot_general", "copy", "copy_p", "split", "stack", "rev",
+))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One lookup that a result is linear in.
+
+    Attributes:
+      table: the variable of the table. base: the first of its columns that is read. width: how many.
+      piece: where the rows of the cotangent lie. jagged: whether items say themselves which bag they are of.
+      shape: sizes of the items: bags, then positions (one size, all positions, if jagged).
+      row: int32 over the items, the row of the table (counted through stacked tables), -1 for none.
+      bag: int32 over the items, if jagged; else None.
+      weight: over the items; scale, divisor, there: over the bags. None: 1, 1, 1, True.
+    """
+
+    table: Any
+    base: int
+    width: int
+    piece: Piece
+    jagged: bool
+    shape: tuple[DimLike, ...]
+    row: ir.Expr
+    bag: ir.Expr | None
+    weight: ir.Expr | None
+    scale: ir.Expr | None
+    divisor: ir.Expr | None
+    there: ir.Expr | None
+
+    def __str__(self) -> str:
+        numbers = [
+            f"{name} {e}"
+            for name in ("bag", "weight", "scale", "divisor", "there")
+            if (e := getattr(self, name)) is not None
+        ]
+        size = "*".join(map(str, self.shape)) or "1"
+        return (
+            f"{ir.name_of(self.table)}[{self.row}]({self.base}; {self.width}) += result {self.piece.result} "
+            f"@{self.piece.offset} strides {self.piece.strides} for {size} items"
+            + "".join(f"; {x}" for x in numbers)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """What is linear in a call.
+
+    Attributes:
+      tables: variables of the tables that every result is linear in.
+      terms: their lookups. results: numbers of the results that depend on them.
+      tangent: those results as functions of the tables' tangents, which stand in the tables' places.
+      refused: why a table is not among them, by the id of its variable.
+    """
+
+    tables: tuple[Any, ...]
+    terms: tuple[Term, ...]
+    results: tuple[int, ...]
+    tangent: tuple[Output, ...]
+    refused: Mapping[int, str]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.terms))
+
+
+def linear(detected: Detected, outputs: Sequence[Output], candidates: Sequence[Any]) -> Linear:
+    """Which of `candidates`, variables of tables, a call is linear in, and how.
+
+    Args:
+      detected, outputs: of a program that is one fused call, simplified.
+    """
+    finder = _Finder(detected, candidates)
+    refuse_hidden(detected.jaxpr, candidates, finder.refused)
+    for k, out in enumerate(outputs):
+        for part in parts_of(out.val):
+            finder.part(part, k)
+    bad = finder.refused
+    found = {id(t.table) for t in finder.terms} - set(bad)
+    for var in candidates:
+        if id(var) not in found:
+            bad.setdefault(id(var), "no row of it is looked up")
+    tables = tuple(v for v in candidates if id(v) not in bad)
+    terms = tuple(t for t in finder.terms if id(t.table) not in bad)
+    results = tuple(sorted({t.piece.result for t in terms}))
+    mover = _Mover(detected.pool, {id(v) for v in tables})
+    tangent = tuple(
+        dataclasses.replace(outputs[k], val=mover.value(outputs[k].val), level=0) for k in results
+    )
+    return Linear(tables, terms, results, tangent, bad)
+
+
+def parts_of(value: Val) -> tuple[Part, ...]:
+    if value.expr is None:
+        return value.parts
+    return (Part(value.expr, value.shape, 0, row_major(value.shape)),)
+
+
+def refuse_hidden(closed: Any, candidates: Sequence[Any], refused: dict[int, str]) -> None:
+    """Tables behind an operation whose derivative is not that of its value, or is not known here."""
+    behind: dict[int, frozenset[int]] = {id(v): frozenset((id(v),)) for v in candidates}
+    for eqn in compat.open_jaxpr(closed).eqns:
+        tables = [behind[id(v)] for v in eqn.invars if id(v) in behind]
+        if not tables:
+            continue
+        union = tables[0] if len(tables) == 1 else frozenset().union(*tables)
+        if eqn.primitive.name not in _PLAIN:
+            for key in union:
+                refused.setdefault(key, f"{eqn.primitive.name} lies between it and the result")
+        for var in eqn.outvars:
+            behind[id(var)] = union
+
+
+class _Refuse(Exception):
+    """A construct that is not linear, or not understood."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Path:
+    """What lies between the result and the expression at hand. `items`: of the pooling on the way, if any."""
+
+    piece: Piece
+    items: ir.Reduce | ir.SegReduce | None = None
+    sign: int = 1
+    weights: tuple[ir.Expr, ...] = ()
+    scales: tuple[ir.Expr, ...] = ()
+    divisors: tuple[ir.Expr, ...] = ()
+    masks: tuple[ir.Expr, ...] = ()  # over items
+    there: tuple[ir.Expr, ...] = ()  # over bags
+    converted: bool = False
+
+    @property
+    def feature(self) -> int:
+        return 1 if isinstance(self.items, ir.SegReduce) else len(self.piece.outer)
+
+    @property
+    def at_root(self) -> bool:
+        return self == _Path(self.piece)
+
+
+class _Finder:
+    def __init__(self, detected: Detected, candidates: Iterable[Any]) -> None:
+        self.detected, self.pool = detected, detected.pool
+        self.resolve = detected.unifier.resolve
+        self.candidates = {id(v) for v in candidates}
+        self.refused: dict[int, str] = {}
+        self.terms: list[Term] = []
+        self.deps: dict[int, frozenset[int]] = {}
+
+    def part(self, part: Part, result: int) -> None:
+        for e in ir.walk(part.expr):
+            if isinstance(e, (ir.Load, ir.Search)) and id(e.var) in self.candidates:
+                self.refused.setdefault(id(e.var), "it is read as an array, too")
+        try:
+            piece = piece_of(self.detected, part, result)
+        except EncodeError as why:
+            return self.refuse(part.expr, str(why))
+        if piece.width is None:
+            return self.refuse(part.expr, "a scalar result")
+        self.visit(piece.expr, _Path(piece))
+
+    def refuse(self, e: ir.Expr, why: str) -> None:
+        for x in ir.walk(e):
+            if isinstance(x, ir.Take):
+                self.refused.setdefault(id(x.table), why)
+
+    def visit(self, e: ir.Expr, path: _Path) -> None:
+        if not e.takes:
+            return
+        try:
+            self.step(e, path)
+        except (_Refuse, ir.NotAffine) as why:
+            self.refuse(e, str(why) or "a view that strides cannot express")
+
+    def step(self, e: ir.Expr, path: _Path) -> None:
+        if isinstance(e, ir.Take):
+            return self.take(e, path)
+        if isinstance(e, ir.Reduce):
+            if e.kind != "sum" or path.items is not None:
+                raise _Refuse(f"a bag's {e.kind}" if e.kind != "sum" else "bags of bags")
+            return self.visit(e.arg, dataclasses.replace(path, items=e))
+        if isinstance(e, ir.SegReduce):
+            return self.jagged(e, path)
+        if not isinstance(e, ir.Op):
+            raise _Refuse("a search among rows")
+        if e.name in ("add", "sub"):
+            self.visit(e.args[0], path)
+            sign = -path.sign if e.name == "sub" else path.sign
+            return self.visit(e.args[1], dataclasses.replace(path, sign=sign))
+        if e.name == "neg":
+            return self.visit(e.args[0], dataclasses.replace(path, sign=-path.sign))
+        if e.name == "convert":
+            return self.convert(e, path)
+        if e.name == "select":
+            return self.select(e, path)
+        if e.name in ("mul", "div"):
+            a, b = e.args
+            if a.takes and b.takes:
+                raise _Refuse("a product of rows")
+            if b.takes and e.name == "div":
+                raise _Refuse("a number divided by rows")
+            rows, factor = (a, b) if a.takes else (b, a)
+            return self.visit(rows, self.times(path, factor, e.name))
+        raise _Refuse(f"{e.name} of rows")
+
+    def times(self, path: _Path, factor: ir.Expr, how: str) -> _Path:
+        on_items = self.place(factor, path)
+        if how == "div":
+            if on_items:
+                factor = self.pool.op(
+                    "div", factor.dtype, self.pool.const(factor.dtype, 1.0), factor
+                )
+                return dataclasses.replace(path, weights=(*path.weights, factor))
+            return dataclasses.replace(
+                path, divisors=(*path.divisors, self.over_bags(factor, path))
+            )
+        if on_items:
+            return dataclasses.replace(path, weights=(*path.weights, factor))
+        return dataclasses.replace(path, scales=(*path.scales, self.over_bags(factor, path)))
+
+    def place(self, e: ir.Expr, path: _Path) -> bool:
+        """Whether a number belongs to items, not to bags."""
+        axes = ir.depends(e, self.deps)
+        if path.feature in axes:
+            raise _Refuse("a number for each column of a row")
+        if path.items is None or isinstance(e, ir.Const):
+            return False
+        if isinstance(path.items, ir.Reduce) and not any(k > path.feature for k in axes):
+            return False
+        if any(isinstance(x, (ir.Reduce, ir.SegReduce)) for x in ir.walk(e)):
+            raise _Refuse("a number for each position that a whole bag decides")
+        return True
+
+    def select(self, e: ir.Op, path: _Path) -> None:
+        pred, on_false, on_true = e.args
+        if pred.takes:
+            raise _Refuse("a choice that rows decide")
+        on_items = self.place(pred, path)
+        for branch, mask in ((on_false, self.pool.op("not", "bool", pred)), (on_true, pred)):
+            if on_items:
+                self.visit(branch, dataclasses.replace(path, masks=(*path.masks, mask)))
+            else:
+                mask = self.over_bags(mask, path)
+                self.visit(branch, dataclasses.replace(path, there=(*path.there, mask)))
+
+    def convert(self, e: ir.Op, path: _Path) -> None:
+        old, new = e.args[0].dtype, e.dtype
+        if not ir.is_float(old) or not ir.is_float(new):
+            raise _Refuse(f"a conversion from {old} to {new}")
+        if jnp.promote_types(old, new) != jnp.dtype(new) and not path.at_root:
+            raise _Refuse(f"rounding to {new}")
+        self.visit(e.args[0], dataclasses.replace(path, converted=True))
+
+    def jagged(self, e: ir.SegReduce, path: _Path) -> None:
+        if e.kind != "sum" or path.items is not None:
+            raise _Refuse(f"a bag's {e.kind}" if e.kind != "sum" else "bags of bags")
+        feature = len(path.piece.outer)
+        unit = [int(k == 0) for k in range(len(e.bag))]
+        rows = [int(k == feature) for k in range(len(e.feature))]
+        if (
+            feature != 1
+            or e.bag_offset != 0
+            or [self.resolve(v) for v in e.bag] != unit
+            or [self.resolve(v) for v in e.feature] != rows
+        ):
+            raise _Refuse("jagged bags that are no plain rows of the result")
+        self.visit(e.data, dataclasses.replace(path, items=e))
+
+    def take(self, t: ir.Take, path: _Path) -> None:
+        shape = t.table.aval.shape
+        if id(t.table) not in self.candidates:
+            return
+        if t.one_hot:
+            raise _Refuse("a one-hot product")
+        if t.idx.takes:
+            raise _Refuse("ids that are looked up")
+        if any(v != int(k == path.feature) for k, v in enumerate(t.cols)):
+            raise _Refuse("rows that do not lie along the embedding axis")
+        width = self.detected.unifier.value(path.piece.width or 0)
+        if t.row_stride != shape[-1] or not 0 <= t.base <= shape[-1] - width:
+            raise _Refuse("rows that are no rows of the table")
+        if math.prod(shape[:-1]) >= 2**31:
+            raise _Refuse("2^31 rows or more")
+        self.place(t.idx, path)
+        bag = None
+        outer = path.piece.outer
+        items: tuple[DimLike, ...] = outer
+        if isinstance(path.items, ir.Reduce):
+            items = (*outer, *path.items.sizes)
+        elif isinstance(path.items, ir.SegReduce):
+            items = (path.items.total,)
+            bag = self.over_items(self.as_int32(path.items.seg), path)
+        pooled = any(isinstance(x, (ir.Reduce, ir.SegReduce)) for x in ir.walk(t.idx))
+        if pooled and path.items is not None:
+            raise _Refuse("an id for each position that a whole bag decides")
+        row = self.row(t, path.masks)
+        scales = path.scales
+        if path.sign < 0:
+            scales = (*scales, self.pool.const("float32", -1.0))
+        self.terms.append(
+            Term(
+                t.table,
+                t.base,
+                width,
+                path.piece,
+                bag is not None,
+                items,
+                self.over_items(row, path),
+                bag,
+                self.over_items(self.product(path.weights), path),
+                self.product(scales),
+                self.product(path.divisors),
+                self.all_of(path.there),
+            )
+        )
+
+    # ---- numbers ------------------------------------------------------------------------------------------
+
+    def over_bags(self, e: ir.Expr, path: _Path) -> ir.Expr:
+        """`e`, which no position decides, over (bags..., feature)."""
+        if not isinstance(path.items, ir.Reduce) or isinstance(e, ir.Const):
+            return e
+        rank = path.feature + 1
+        return self.pool.remap(e, rank + len(path.items.sizes), lambda s, o: (s[:rank], o))
+
+    def over_items(self, e: Any, path: _Path) -> Any:
+        """`e` over (items..., 1): without the embedding axis."""
+        if e is None or isinstance(e, ir.Const):
+            return e
+        n = path.feature
+        rank = ir.rank_of(e)
+        if isinstance(path.items, ir.SegReduce) and rank == 1:
+            return self.pool.remap(e, 1, lambda s, o: ((*s, 0), o))
+        return self.pool.remap(e, rank or 0, lambda s, o: ((*s[:n], *s[n + 1 :], 0), o))
+
+    def row(self, t: ir.Take, masks: Sequence[ir.Expr]) -> ir.Expr:
+        """The number of the row as int32, -1 where no row is read."""
+        pool, e = self.pool, t.idx
+        if e.dtype == "bool":
+            e = pool.op("convert", "int32", e)
+        info = np.iinfo(e.dtype)
+
+        def number(value: int) -> ir.Expr:
+            return pool.const(e.dtype, value)
+
+        none = pool.const("int32", -1)
+        if t.rows == 0:
+            return none
+        inside: list[ir.Expr] = []
+        if t.mode == "clip":
+            if t.rows - 1 < info.max:
+                e = pool.op("min", e.dtype, e, number(t.rows - 1))
+            if info.min < 0:
+                e = pool.op("max", e.dtype, e, number(0))
+        else:
+            if info.min < 0:
+                inside.append(pool.op("ge", "bool", e, number(0)))
+            if t.rows - 1 < info.max:
+                inside.append(pool.op("lt", "bool", e, number(t.rows)))
+        out = self.as_int32(e)
+        if any(x != 0 for x in t.row_shift):
+            out = pool.op("add", "int32", out, pool.affine("int32", 0, t.row_shift))
+        there = self.all_of((*inside, *masks))
+        return out if there is None else pool.op("select", "int32", there, none, out)
+
+    def as_int32(self, e: ir.Expr) -> ir.Expr:
+        """An id or a bag's number as int32. Bags that do not fit are none; ids that do not fit are handled before."""
+        if e.dtype == "int32":
+            return e
+        pool = self.pool
+        info = np.iinfo(e.dtype) if e.dtype != "bool" else None
+        out = pool.op("convert", "int32", e)
+        if info is None or info.max < 2**31:
+            return out
+        fits = [pool.op("lt", "bool", e, pool.const(e.dtype, 2**31 - 1))]
+        if info.min < 0:
+            fits.append(pool.op("ge", "bool", e, pool.const(e.dtype, 0)))
+        return pool.op("select", "int32", self.all_of(fits) or out, pool.const("int32", -1), out)
+
+    def product(self, factors: Sequence[ir.Expr]) -> ir.Expr | None:
+        """The factors' product in the widest of their types, float32 at least."""
+        if not factors:
+            return None
+        dtype = "float64" if any(f.dtype == "float64" for f in factors) else "float32"
+        wide = [f if f.dtype == dtype else self.pool.op("convert", dtype, f) for f in factors]
+        out = wide[0]
+        for f in wide[1:]:
+            out = self.pool.op("mul", dtype, out, f)
+        return out
+
+    def all_of(self, masks: Sequence[ir.Expr]) -> ir.Expr | None:
+        out: ir.Expr | None = None
+        for m in masks:
+            out = m if out is None else self.pool.op("and", "bool", out, m)
+        return out
+
+
+class _Mover:
+    """A result as a function of tangents: the tables' terms alone, fills 0."""
+
+    def __init__(self, pool: ir.Pool, tables: set[int]) -> None:
+        self.pool, self.tables = pool, tables
+        self.memo: dict[int, ir.Expr | None] = {}
+
+    def value(self, v: Val) -> Val:
+        if v.expr is not None:
+            return Val(v.shape, self.root(v.expr))
+        return Val(
+            v.shape,
+            None,
+            tuple(Part(self.root(p.expr), p.shape, p.offset, p.strides) for p in v.parts),
+        )
+
+    def root(self, e: ir.Expr) -> ir.Expr:
+        return self.move(e) or self.pool.const(e.dtype, 0.0)
+
+    def move(self, e: ir.Expr) -> ir.Expr | None:
+        """None: 0."""
+        if id(e) not in self.memo:
+            self.memo[id(e)] = self._move(e) if e.takes else None
+        return self.memo[id(e)]
+
+    def _move(self, e: ir.Expr) -> ir.Expr | None:
+        pool = self.pool
+        if isinstance(e, ir.Take):
+            return pool.retake(e, fill=0.0) if id(e.table) in self.tables else None
+        if isinstance(e, ir.Reduce):
+            arg = self.move(e.arg)
+            return None if arg is None else pool.reduce(e.kind, arg, e.sizes, 0.0)
+        if isinstance(e, ir.SegReduce):
+            data = self.move(e.data)
+            fields = (e.total, e.bag, e.bag_offset, e.feature, 0.0)
+            return None if data is None else pool.seg_reduce(e.kind, e.dtype, data, e.seg, *fields)
+        if not isinstance(e, ir.Op):
+            return None
+        moved = [self.move(a) for a in e.args]
+        if all(m is None for m in moved):
+            return None
+        if e.name in ("add", "sub") and None in moved:
+            only = moved[0] or moved[1]
+            assert only is not None
+            return only if e.name == "add" or moved[1] is None else pool.op("neg", e.dtype, only)
+        zero = pool.const(e.dtype, 0.0)
+        args = [
+            m if m is not None else (zero if e.name == "select" and k else a)
+            for k, (m, a) in enumerate(zip(moved, e.args, strict=True))
+        ]
+        return pool.op(e.name, e.dtype, *args, exact=e.exact, arith=e.arith)
+
+
+__all__ = ["Linear", "Term", "linear"]
