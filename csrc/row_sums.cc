@@ -35,7 +35,8 @@ struct Term {
   int64_t table, ct, base, width, offset, feature, items, bags, inner;
   int64_t row_at, bag_at, weight_at, scale_at, divisor_at, there_at;
   std::vector<std::pair<int64_t, int64_t>> dims;  // (size, stride) of the bags in the cotangent
-  std::vector<int32_t> order, starts;             // items by bucket, in order; empty for one bucket
+  bool plain;  // rows of the cotangent are added as they lie there, times at most one number
+  std::vector<int32_t> order, starts;  // items by bucket, in order; empty for one bucket
 };
 
 struct Sums {
@@ -126,6 +127,8 @@ Sums read_sums(const int64_t* words, int64_t n_words, const std::vector<Buffer>&
       axis(t.width, t.feature);
       check(low >= 0 && high < elements(ct), "a cotangent's row outside its buffer");
     }
+    t.plain = ct.dtype == (s.wide ? dtype::k_F64 : dtype::k_F32) && t.divisor_at < 0 &&
+              (t.feature == 1 || t.width == 1) && n_dims <= 1;
     table.work += t.items * std::max<int64_t>(t.width, 8);
     table.terms.push_back(static_cast<int>(i));
     s.terms.push_back(std::move(t));
@@ -207,7 +210,7 @@ void each(const Call& c, const Term& t, int64_t bucket, const Near& near, const 
 }
 
 template <class C>
-void add_row(C* to, const C* g, int64_t width, bool scaled, C scale) {
+void add_row(C* __restrict to, const C* __restrict g, int64_t width, bool scaled, C scale) {
   if (!scaled) {
     for (int64_t j = 0; j < width; ++j) to[j] += g[j];
   } else {
@@ -220,6 +223,15 @@ template <class C>
 void add_item(const Call& c, const Term& t, int64_t item, C* to, char* temp) {
   constexpr int kType = sizeof(C) == 8 ? dtype::k_F64 : dtype::k_F32;
   const int64_t bag = bag_of(c, t, item);
+  const C* floats = static_cast<const C*>(c.floats);
+  const bool scaled = t.weight_at >= 0 || t.scale_at >= 0;
+  C scale = t.weight_at >= 0 ? floats[t.weight_at + item] : C(1);
+  if (t.scale_at >= 0) scale *= floats[t.scale_at + bag];
+  const Buffer& ct = c.cts[t.ct];
+  if (t.plain) {
+    const int64_t at = t.offset + (t.dims.empty() ? 0 : bag * t.dims[0].second);
+    return add_row(to, static_cast<const C*>(ct.data) + at, t.width, scaled, scale);
+  }
   int64_t place = t.offset, rest = bag;
   for (size_t d = t.dims.size(); d-- > 0;) {
     if (d == 0) {
@@ -229,7 +241,6 @@ void add_item(const Call& c, const Term& t, int64_t item, C* to, char* temp) {
       rest /= t.dims[d].first;
     }
   }
-  const Buffer& ct = c.cts[t.ct];
   const int64_t size = element_size(ct.dtype);
   const char* from = static_cast<const char*>(ct.data) + place * size;
   char *first = temp, *second = temp + t.width * 8;
@@ -242,7 +253,6 @@ void add_item(const Call& c, const Term& t, int64_t item, C* to, char* temp) {
     from = second;
   }
   const C* g = reinterpret_cast<const C*>(from);
-  const C* floats = static_cast<const C*>(c.floats);
   if (t.divisor_at >= 0) {
     // In place where the row is a copy already.
     C* quotients = reinterpret_cast<C*>(from == second ? first : second);
@@ -250,9 +260,6 @@ void add_item(const Call& c, const Term& t, int64_t item, C* to, char* temp) {
     for (int64_t j = 0; j < t.width; ++j) quotients[j] = g[j] / divisor;
     g = quotients;
   }
-  const bool scaled = t.weight_at >= 0 || t.scale_at >= 0;
-  C scale = t.weight_at >= 0 ? floats[t.weight_at + item] : C(1);
-  if (t.scale_at >= 0) scale *= floats[t.scale_at + bag];
   add_row(to, g, t.width, scaled, scale);
 }
 
@@ -324,9 +331,10 @@ void sum_bucket(const Call& c, int64_t table, int64_t bucket) {
   }
 }
 
-// How many buckets a table's rows are dealt to: a power of two, a few for each thread.
-int64_t buckets_of(const Table& t, int threads) {
-  if (threads <= 1 || t.work < 2 * kSmallSums) return 1;
+// How many buckets a table's rows are dealt to: a power of two, a few for each thread; one where
+// there is work enough in other tables.
+int64_t buckets_of(const Table& t, int64_t work, int threads) {
+  if (threads <= 1 || t.work < 2 * kSmallSums || t.work < work / (2 * threads)) return 1;
   const int64_t most = std::min<int64_t>({threads * 4, t.rows / kBlockRows, t.work / kSmallSums});
   int64_t n = 1;
   while (n * 2 <= most) n *= 2;
@@ -362,7 +370,7 @@ void run_row_sums(const Program& numbers, const std::vector<Buffer>& physical,
   }
   const Executor alone;
   const Executor& ex = work < kSmallSums && bytes < kZeroBytes ? alone : executor;
-  for (Table& t : s.tables) t.buckets = buckets_of(t, ex.threads);
+  for (Table& t : s.tables) t.buckets = buckets_of(t, work, ex.threads);
 
   struct Chunk {
     int64_t table, at;

@@ -90,12 +90,19 @@ def pullback(
     return known
 
 
+def refused(call: FusedCall, operands: Sequence[Any], moving: Sequence[int]) -> Mapping[int, str]:
+    """Why a derivative by an operand is not fused, by its position; "" where it is. For `explain`."""
+    found = pullback(call, operands, moving) if moving else {}
+    why = found.refused if isinstance(found, Pullback) else found
+    return {k: why.get(k, "") for k in moving}
+
+
 def _make(
     call: FusedCall, operands: Sequence[Any], moving: Sequence[int]
 ) -> Pullback | Mapping[int, str]:
     if call.closed is None:
         return dict.fromkeys(moving, "a bound model's operands lie in packs")
-    if any(compat.is_symbolic(n) for v in (*call.out_avals, *operands) for n in jnp.shape(v)):
+    if any(compat.is_symbolic(n) for v in (*call.out_avals, *operands) for n in v.shape):
         return dict.fromkeys(moving, "a size is symbolic (jax.export)")
     from recom_jax.backward_make import make
 

@@ -21,7 +21,7 @@ def make(
     call: FusedCall, operands: Sequence[Any], moving: Sequence[int]
 ) -> Pullback | Mapping[int, str]:
     """See `backward.pullback`."""
-    from recom_jax.pipeline import prepare
+    from recom_jax.pipeline import dump, prepare
 
     jaxpr = compat.open_jaxpr(call.closed)
     detected, detector = detect(_with_constants(call), call.options)
@@ -32,7 +32,8 @@ def make(
         detected.pool,
         [outputs[id(v)] for v in jaxpr.outvars],
         detected.value_of,
-        call.options.disabled,
+        # A clip in front of a lookup that clips by itself decides where the gradient of an id outside goes.
+        call.options.disabled | {"clamp-into-lookup"},
     )
     found = linear.linear(detected, simple.outputs, [jaxpr.invars[k] for k in moving])
     refused = {
@@ -44,6 +45,7 @@ def make(
         return refused
     tangent = schedule(detected, found.tangent)
     sums = row_sums.row_sums(detected, found, call.options)
+    dump(call.options, linear=found, tangent=tangent, row_sums=sums)
 
     place = {id(v): k for k, v in enumerate(jaxpr.invars)}
     tables = tuple(place[id(v)] for v in found.tables)

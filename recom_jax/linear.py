@@ -31,6 +31,10 @@ _PLAIN = frozenset((
     "squeeze", "expand_dims", "dot_general", "copy", "copy_p", "split", "stack", "rev",
 ))  # fmt: skip
 
+NO_ROWS = "no row of it is looked up"
+NO_TABLE = frozenset((NO_ROWS,))
+"""Reasons why a variable is no table at all."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Term:
@@ -105,10 +109,13 @@ def linear(detected: Detected, outputs: Sequence[Output], candidates: Sequence[A
         for part in parts_of(out.val):
             finder.part(part, k)
     bad = finder.refused
+    read = {id(t.table) for t in finder.terms} | set(bad)
+    for key in finder.arrays:
+        bad[key] = "it is read as an array, too" if key in read else NO_ROWS
     found = {id(t.table) for t in finder.terms} - set(bad)
     for var in candidates:
         if id(var) not in found:
-            bad.setdefault(id(var), "no row of it is looked up")
+            bad.setdefault(id(var), NO_ROWS)
     tables = tuple(v for v in candidates if id(v) not in bad)
     terms = tuple(t for t in finder.terms if id(t.table) not in bad)
     results = tuple(sorted({t.piece.result for t in terms}))
@@ -132,6 +139,14 @@ def refuse_hidden(closed: Any, candidates: Sequence[Any], refused: dict[int, str
         tables = [behind[id(v)] for v in eqn.invars if id(v) in behind]
         if not tables:
             continue
+        if (
+            eqn.primitive.name.startswith("scatter")
+            and "FILL" not in str(eqn.params["mode"]).upper()
+        ):
+            for key in frozenset().union(*tables):
+                refused.setdefault(
+                    key, "the gradient of an id outside the bags is not that of its value"
+                )
         union = tables[0] if len(tables) == 1 else frozenset().union(*tables)
         if eqn.primitive.name not in _PLAIN:
             for key in union:
@@ -173,13 +188,14 @@ class _Finder:
         self.resolve = detected.unifier.resolve
         self.candidates = {id(v) for v in candidates}
         self.refused: dict[int, str] = {}
+        self.arrays: set[int] = set()  # candidates that are read as arrays
         self.terms: list[Term] = []
         self.deps: dict[int, frozenset[int]] = {}
 
     def part(self, part: Part, result: int) -> None:
         for e in ir.walk(part.expr):
             if isinstance(e, (ir.Load, ir.Search)) and id(e.var) in self.candidates:
-                self.refused.setdefault(id(e.var), "it is read as an array, too")
+                self.arrays.add(id(e.var))
         try:
             piece = piece_of(self.detected, part, result)
         except EncodeError as why:
@@ -311,6 +327,7 @@ class _Finder:
         if math.prod(shape[:-1]) >= 2**31:
             raise _Refuse("2^31 rows or more")
         self.place(t.idx, path)
+        drops = t.mode != "clip" or self.promised(t)
         bag = None
         outer = path.piece.outer
         items: tuple[DimLike, ...] = outer
@@ -322,7 +339,7 @@ class _Finder:
         pooled = any(isinstance(x, (ir.Reduce, ir.SegReduce)) for x in ir.walk(t.idx))
         if pooled and path.items is not None:
             raise _Refuse("an id for each position that a whole bag decides")
-        row = self.row(t, path.masks)
+        row = self.row(t, drops, path.masks)
         scales = path.scales
         if path.sign < 0:
             scales = (*scales, self.pool.const("float32", -1.0))
@@ -362,8 +379,18 @@ class _Finder:
             return self.pool.remap(e, 1, lambda s, o: ((*s, 0), o))
         return self.pool.remap(e, rank or 0, lambda s, o: ((*s[:n], *s[n + 1 :], 0), o))
 
-    def row(self, t: ir.Take, masks: Sequence[ir.Expr]) -> ir.Expr:
-        """The number of the row as int32, -1 where no row is read."""
+    def promised(self, t: ir.Take) -> bool:
+        """Whether ids outside were promised not to be (`table[ids]`): reads clip them, gradients drop them."""
+        modes = {
+            "promise" in str(self.detected.reads[k].eqn.params.get("mode", "clip")).lower()
+            for k in self.pool.origins.get(id(t), ())
+        }
+        if len(modes) != 1:
+            raise _Refuse("equal ids in two modes")
+        return modes.pop()
+
+    def row(self, t: ir.Take, drops: bool, masks: Sequence[ir.Expr]) -> ir.Expr:
+        """The number of the row as int32, -1 where no row gets a gradient; `drops`: of ids outside."""
         pool, e = self.pool, t.idx
         if e.dtype == "bool":
             e = pool.op("convert", "int32", e)
@@ -376,7 +403,7 @@ class _Finder:
         if t.rows == 0:
             return none
         inside: list[ir.Expr] = []
-        if t.mode == "clip":
+        if not drops:
             if t.rows - 1 < info.max:
                 e = pool.op("min", e.dtype, e, number(t.rows - 1))
             if info.min < 0:
@@ -477,4 +504,4 @@ class _Mover:
         return pool.op(e.name, e.dtype, *args, exact=e.exact, arith=e.arith)
 
 
-__all__ = ["Linear", "Term", "linear"]
+__all__ = ["NO_TABLE", "Linear", "Term", "linear"]
