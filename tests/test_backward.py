@@ -491,7 +491,9 @@ def test_malformed_descriptions_are_refused() -> None:
             run(words)
         except ValueError as why:
             messages.append(str(why))
-    assert all(m.startswith(("recom row sums: ", "recom program: ")) for m in messages), messages
+    assert all(
+        m.startswith(("recom row sums: ", "recom program: ", "recom call: ")) for m in messages
+    ), messages
     assert len(messages) > 2000
     for cut in (0, 1, 5, len(sums.words) - 1):
         with pytest.raises(ValueError, match="recom"):
