@@ -111,7 +111,11 @@ def bound(plain: Any, t: Any, i: Any, w: Any, eps: float = EPS) -> Any:
 
 
 def is_fused(f: Any, *args: Any) -> bool:
-    return "recom_row_sums_v1" in jax.jit(f).lower(*args).as_text()
+    """Whether the gradient is one equation of ours; and on a CPU, where it has a target, one custom call."""
+    found = "recom_row_sums" in str(jax.make_jaxpr(f)(*args))
+    called = "recom_row_sums_v1" in jax.jit(f).lower(*args).as_text()
+    assert called == (found and jax.default_backend() == "cpu")
+    return found
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -121,7 +125,9 @@ def test_gradients_equal_plain_ones_and_their_bits_repeat(name: str) -> None:
     assert is_fused(f, *args)
     assert_same(got, pulled(plain, *args)[1], bound(plain, *args))
     again = np.asarray(f(*args)).tobytes()
-    assert all(np.asarray(f(*args)).tobytes() == again for _ in range(3))
+    assert jax.default_backend() != "cpu" or all(
+        np.asarray(f(*args)).tobytes() == again for _ in range(3)
+    )
 
 
 @pytest.mark.parametrize("name", ["take", "padded_mean", "weighted", "segment_sum", "stack"])
@@ -336,7 +342,7 @@ def test_exported_gradients() -> None:
     for name in ("weighted", "concatenation"):
         f, want = pulled(optimize(LINEAR[name]), t, i, w)
         made = jax.export.export(f)(t, i, w)
-        assert "recom_row_sums_v1" in made.mlir_module()
+        assert ("recom_row_sums_v1" in made.mlir_module()) == (jax.default_backend() == "cpu")
         again = jax.export.deserialize(made.serialize())
         assert_same(again.call(t, i, w), want)
     # With a symbolic batch the derivative is the original columns', and right.
