@@ -72,42 +72,37 @@ _KNOWN: weakref.WeakKeyDictionary[FusedCall, dict[tuple[int, ...], Pullback | Ma
 _KNOWN = weakref.WeakKeyDictionary()
 
 
-def pullback(
-    call: FusedCall, operands: Sequence[Any], moving: Sequence[int]
-) -> Pullback | Mapping[int, str]:
-    """What of a call is linear in the operands `moving`; why each of them is not, if none is.
-
-    Args:
-      operands: of the call; their types alone matter.
-    """
+def pullback(call: FusedCall, moving: Sequence[int]) -> Pullback | Mapping[int, str]:
+    """What of a call is linear in the operands `moving`; why each of them is not, if none is."""
     key = tuple(moving)
     with _LOCK:
         known = _KNOWN.setdefault(call, {}).get(key)
     if known is None:
-        known = _make(call, operands, key)
+        known = _make(call, key)
         with _LOCK:
             _KNOWN[call][key] = known
     return known
 
 
-def refused(call: FusedCall, operands: Sequence[Any], moving: Sequence[int]) -> Mapping[int, str]:
+def refused(call: FusedCall, moving: Sequence[int]) -> Mapping[int, str]:
     """Why a derivative by an operand is not fused, by its position; "" where it is. For `explain`."""
-    found = pullback(call, operands, moving) if moving else {}
+    found = pullback(call, moving) if moving else {}
     why = found.refused if isinstance(found, Pullback) else found
     return {k: why.get(k, "") for k in moving}
 
 
-def _make(
-    call: FusedCall, operands: Sequence[Any], moving: Sequence[int]
-) -> Pullback | Mapping[int, str]:
+def _make(call: FusedCall, moving: Sequence[int]) -> Pullback | Mapping[int, str]:
     if call.closed is None:
         return dict.fromkeys(moving, "a bound model's operands lie in packs")
-    if any(compat.is_symbolic(n) for v in (*call.out_avals, *operands) for n in v.shape):
+    avals = [v.aval for v in compat.open_jaxpr(call.closed).invars]
+    if any(compat.is_symbolic(n) for a in (*avals, *call.out_avals) for n in a.shape):
         return dict.fromkeys(moving, "a size is symbolic (jax.export)")
     from recom_jax.backward_make import make
+    from recom_jax.pipeline import gc_paused
 
     try:
-        return make(call, operands, moving)
+        with gc_paused():
+            return make(call, moving)
     except RecomError as why:
         return dict.fromkeys(moving, str(why))
     except Exception as why:  # a defect of ours costs the fusion, never the user's call
@@ -126,7 +121,7 @@ def jvp(
 ) -> list[Any]:
     """The tangents of a fused call's results (None: zero), of which `live` operands' are not zero."""
     tables = [k for k in live if len(jnp.shape(primals[k])) >= 2 and _is_float(primals[k])]
-    pull = pullback(call, primals, tables) if tables else {}
+    pull = pullback(call, tables) if tables else {}
     if not isinstance(pull, Pullback):
         return original_jvp(call.fallback, primals, tangents, live)
     out: list[Any] = [None] * len(call.out_avals)

@@ -14,12 +14,9 @@ from recom_jax.errors import EncodeError
 from recom_jax.lowering import FusedCall
 from recom_jax.schedule import Scheduled, schedule
 from recom_jax.simplify import simplify
-from recom_jax.trace import trace
 
 
-def make(
-    call: FusedCall, operands: Sequence[Any], moving: Sequence[int]
-) -> Pullback | Mapping[int, str]:
+def make(call: FusedCall, moving: Sequence[int]) -> Pullback | Mapping[int, str]:
     """See `backward.pullback`."""
     from recom_jax.pipeline import dump, prepare
 
@@ -49,24 +46,17 @@ def make(
 
     place = {id(v): k for k, v in enumerate(jaxpr.invars)}
     tables = tuple(place[id(v)] for v in found.tables)
-    pushed, read = _pushed(call, operands, tables, found.results)
     constants = dict(_constants(detected, detector))
     programs: tuple[Scheduled, ...] = (tangent, sums.numbers)
     used = {id(v) for s in programs for v in s.operands}
-    numbers = tuple(
-        k for k, v in enumerate(jaxpr.invars) if (id(v) in used or k in read) and k not in tables
-    )
+    numbers = tuple(k for k in range(len(jaxpr.invars)) if k not in tables)
     made = tuple(key for key in constants if key in used and key not in place)
     if not used <= {*place, *made}:
         raise EncodeError("the columns, by themselves, are no single fused call")
     order = [*(id(jaxpr.invars[k]) for k in numbers), *made, *(id(v) for v in found.tables)]
     index = {key: k for k, key in enumerate(order)}
 
-    def original(*args: Any) -> list[Any]:
-        full = dict(zip(numbers, args[: len(numbers)], strict=True))
-        full |= dict(zip(tables, args[len(numbers) + len(made) :], strict=True))
-        return list(pushed(*[full[k] for k in sorted(read)]))
-
+    original = _pushed(call.fallback, numbers, len(made), tables, found.results)
     table_avals = tuple(jaxpr.invars[k].aval for k in tables)
     return Pullback(
         numbers,
@@ -104,35 +94,27 @@ def _constants(detected: Detected, detector: Any) -> list[tuple[int, Any]]:
 
 
 def _pushed(
-    call: FusedCall, operands: Sequence[Any], tables: Sequence[int], results: Sequence[int]
-) -> tuple[Callable[..., Any], set[int]]:
-    """The original columns' tangents, as a function of those operands that matter; and which these are."""
+    fallback: Callable[..., Any],
+    numbers: Sequence[int],
+    n_made: int,
+    tables: Sequence[int],
+    results: Sequence[int],
+) -> Callable[..., list[Any]]:
+    """The original columns' tangents, as a function of numbers, what the compiler made, and the tables' tangents."""
 
     def push(*args: Any) -> list[Any]:
+        still = dict(zip(numbers, args[: len(numbers)], strict=True))
+
         def columns(*moving: Any) -> list[Any]:
-            full = list(args)
-            for k, value in zip(tables, moving, strict=True):
-                full[k] = value
-            made = call.fallback(*full)
+            full = {**still, **dict(zip(tables, moving, strict=True))}
+            made = fallback(*[full[k] for k in range(len(full))])
             return [made[k] for k in results]
 
         # They are linear in the tables, so it does not matter where they are differentiated.
-        tangents = tuple(args[k] for k in tables)
+        tangents = tuple(args[len(numbers) + n_made :])
         return list(jax.jvp(columns, tangents, tangents)[1])
 
-    traced = trace(push, operands, ("",) * len(operands))
-    jaxpr = compat.open_jaxpr(traced.jaxpr)
-    used = {id(v) for e in jaxpr.eqns for v in e.invars} | {id(v) for v in jaxpr.outvars}
-    read = {k for k, v in enumerate(jaxpr.invars) if id(v) in used or k in tables}
-    closed = compat.closed(
-        jaxpr.constvars,
-        [v for k, v in enumerate(jaxpr.invars) if k in read],
-        jaxpr.outvars,
-        jaxpr.eqns,
-        traced.jaxpr.consts,
-        jaxpr,
-    )
-    return compat.jaxpr_as_fun(closed), read
+    return push
 
 
 def _pulled(

@@ -302,7 +302,7 @@ def _gradients(call: FusedCall, names: tuple[str, ...]) -> list[GradientReport]:
         for k, v in enumerate(variables)
         if len(v.aval.shape) >= 2 and ir.is_float(str(v.aval.dtype))
     ]
-    why = refused(call, [v.aval for v in variables], floats)
+    why = refused(call, floats)
     return [
         GradientReport(names[k], "xla" if why[k] else "fused", why[k])
         for k in floats

@@ -68,7 +68,8 @@ class _Numbers:
         self.wide = any(a.dtype == np.float64 for a in avals)
         self.dtypes = ("int32", "float64" if self.wide else "float32", "bool")
         self.parts: list[list[Part]] = [[], [], []]
-        self.sizes: list[DimLike] = [0, 0, 0]
+        # Numbers, not symbols: sums of the sizes of a thousand columns would be long polynomials.
+        self.sizes = [0, 0, 0]
         self.known: dict[tuple[int, Any], int] = {}
 
     def put(self, kind: int, e: ir.Expr | None, shape: tuple[DimLike, ...]) -> int:
@@ -83,8 +84,8 @@ class _Numbers:
             at = self.sizes[kind]
             full = (*shape, 1)
             self.parts[kind].append(Part(e, full, at, row_major(full)))
-            self.known[key] = value(at)
-            self.sizes[kind] = at + math.prod(shape, start=1)
+            self.known[key] = at
+            self.sizes[kind] = at + math.prod(map(value, shape))
         return self.known[key]
 
     def term(self, t: Term) -> tuple[int, ...]:
@@ -99,10 +100,9 @@ class _Numbers:
         )
 
     def outputs(self) -> list[Output]:
-        value = self.detected.unifier.value
         made = []
         for dtype, size, parts in zip(self.dtypes, self.sizes, self.parts, strict=True):
-            var = compat.fresh_var(jax.core.ShapedArray((value(size),), np.dtype(dtype)))
+            var = compat.fresh_var(jax.core.ShapedArray((size,), np.dtype(dtype)))
             made.append(Output(var, Val((size,), None, tuple(parts)), 0))
         return made
 
@@ -111,7 +111,7 @@ class _Numbers:
         magic = constants()["magic"]
         tables = {id(v): k for k, v in enumerate(self.linear.tables)}
         cts = {result: k for k, result in enumerate(self.linear.results)}
-        words = [int(self.wide), len(cts), *map(value, self.sizes), len(tables), len(places)]
+        words = [int(self.wide), len(cts), *self.sizes, len(tables), len(places)]
         for var in self.linear.tables:
             words += [math.prod(var.aval.shape[:-1]), var.aval.shape[-1]]
         for t, at in zip(self.linear.terms, places, strict=True):

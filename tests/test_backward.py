@@ -221,9 +221,9 @@ def test_each_table_goes_its_own_way() -> None:
     (call,) = (e.params["call"] for e in compiled(plain, *args).eqns if "call" in e.params)
     avals = [v.aval for v in call.closed.jaxpr.invars]
     moving = [k for k, v in enumerate(avals) if v.shape == (ROWS, DIM)]
-    found = pullback(call, avals, moving)
+    found = pullback(call, moving)
     assert isinstance(found, Pullback) and len(found.tables) == 2
-    assert pullback(call, avals, moving) is found, "analysed once"
+    assert pullback(call, moving) is found, "analysed once"
 
 
 def compiled(fn: Any, *args: Any) -> Any:
