@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kBlockRows = 16;     // neighbouring rows that one thread sums
 constexpr int64_t kSmallSums = 16384;  // element additions that one thread does at once
 constexpr int64_t kZeroBytes = 1 << 20;
-constexpr int64_t kAhead = 8;  // rows to prefetch
+constexpr int64_t kAhead = 8;  // items and bags to prefetch
 
 [[noreturn]] void fail(const std::string& what) { throw ProgramError("recom row sums: " + what); }
 void check(bool ok, const char* what) {
@@ -187,7 +187,8 @@ void sort_items(const Call& c, Term* t) {
   }
 }
 
-// Calls f(row, item) for the items of a bucket, in their order; `near(row)` some items before.
+// Calls f(row, item) for the items of a bucket, in their order; `near(row, item)` some items
+// before.
 template <class Near, class F>
 void each(const Call& c, const Term& t, int64_t bucket, const Near& near, const F& f) {
   const Table& table = c.sums.tables[t.table];
@@ -195,7 +196,7 @@ void each(const Call& c, const Term& t, int64_t bucket, const Near& near, const 
     for (int64_t i = 0; i < t.items; ++i) {
       if (i + kAhead < t.items) {
         const int64_t next = c.ints[t.row_at + i + kAhead];
-        if (next >= 0 && next < table.rows) near(next);
+        if (next >= 0 && next < table.rows) near(next, i + kAhead);
       }
       const int64_t row = row_of(c, t, table.rows, i);
       if (row >= 0) f(row, i);
@@ -204,7 +205,7 @@ void each(const Call& c, const Term& t, int64_t bucket, const Near& near, const 
   }
   const int32_t* items = t.order.data();
   for (int64_t j = t.starts[bucket], end = t.starts[bucket + 1]; j < end; ++j) {
-    if (j + kAhead < end) near(c.ints[t.row_at + items[j + kAhead]]);
+    if (j + kAhead < end) near(c.ints[t.row_at + items[j + kAhead]], items[j + kAhead]);
     f(int64_t{c.ints[t.row_at + items[j]]}, int64_t{items[j]});
   }
 }
@@ -218,6 +219,13 @@ void add_row(C* __restrict to, const C* __restrict g, int64_t width, bool scaled
   }
 }
 
+// The row of the cotangent of a bag, where it is `plain`.
+template <class C>
+const C* plain_row(const Call& c, const Term& t, int64_t bag) {
+  return static_cast<const C*>(c.cts[t.ct].data) + t.offset +
+         (t.dims.empty() ? 0 : bag * t.dims[0].second);
+}
+
 // Adds an item's row of the cotangent, times its numbers, to `to`. `temp` holds two rows.
 template <class C>
 void add_item(const Call& c, const Term& t, int64_t item, C* to, char* temp) {
@@ -229,8 +237,7 @@ void add_item(const Call& c, const Term& t, int64_t item, C* to, char* temp) {
   if (t.scale_at >= 0) scale *= floats[t.scale_at + bag];
   const Buffer& ct = c.cts[t.ct];
   if (t.plain) {
-    const int64_t at = t.offset + (t.dims.empty() ? 0 : bag * t.dims[0].second);
-    return add_row(to, static_cast<const C*>(ct.data) + at, t.width, scaled, scale);
+    return add_row(to, plain_row<C>(c, t, bag), t.width, scaled, scale);
   }
   int64_t place = t.offset, rest = bag;
   for (size_t d = t.dims.size(); d-- > 0;) {
@@ -275,7 +282,13 @@ void sum_in_place(const Call& c, int64_t table, int64_t bucket) {
     if (temp.size() < static_cast<size_t>(16 * term.width)) temp.resize(16 * term.width);
     each(
         c, term, bucket,
-        [&](int64_t row) { __builtin_prefetch(base + row * t.row_stride + term.base, 1); },
+        [&](int64_t row, int64_t item) {
+          __builtin_prefetch(base + row * t.row_stride + term.base, 1);
+          if (!term.plain) return;
+          // Some bags ahead, however many items a bag has.
+          const int64_t bag = bag_of(c, term, item) + (term.bag_at < 0 ? kAhead : 0);
+          if (bag >= 0 && bag < term.bags) __builtin_prefetch(plain_row<C>(c, term, bag));
+        },
         [&](int64_t row, int64_t item) {
           add_item<C>(c, term, item, base + row * t.row_stride + term.base, temp.data());
         });
@@ -296,7 +309,7 @@ void sum_sorted(const Call& c, int64_t table, int64_t bucket) {
     const Term& term = c.sums.terms[i];
     width = std::max(width, term.width);
     each(
-        c, term, bucket, [](int64_t) {},
+        c, term, bucket, [](int64_t, int64_t) {},
         [&](int64_t row, int64_t item) {
           entries.push_back({static_cast<int32_t>(row), i, static_cast<int32_t>(item)});
         });
