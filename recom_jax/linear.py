@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recom_jax import compat, ir
-from recom_jax.detect import Detected, Output, Part, Val, row_major
+from recom_jax.detect import Detected, Output, Part, Refuse, Val, row_major
 from recom_jax.errors import EncodeError
 from recom_jax.schedule import Piece, piece_of
 from recom_jax.shape_solver.dims import DimLike
@@ -155,10 +155,6 @@ def refuse_hidden(closed: Any, candidates: Sequence[Any], refused: dict[int, str
             behind[id(var)] = union
 
 
-class _Refuse(Exception):
-    """A construct that is not linear, or not understood."""
-
-
 @dataclasses.dataclass(frozen=True)
 class _Path:
     """What lies between the result and the expression at hand. `items`: of the pooling on the way, if any."""
@@ -214,7 +210,7 @@ class _Finder:
             return
         try:
             self.step(e, path)
-        except (_Refuse, ir.NotAffine) as why:
+        except (Refuse, ir.NotAffine) as why:
             self.refuse(e, str(why) or "a view that strides cannot express")
 
     def step(self, e: ir.Expr, path: _Path) -> None:
@@ -222,12 +218,12 @@ class _Finder:
             return self.take(e, path)
         if isinstance(e, ir.Reduce):
             if e.kind != "sum" or path.items is not None:
-                raise _Refuse(f"a bag's {e.kind}" if e.kind != "sum" else "bags of bags")
+                raise Refuse(f"a bag's {e.kind}" if e.kind != "sum" else "bags of bags")
             return self.visit(e.arg, dataclasses.replace(path, items=e))
         if isinstance(e, ir.SegReduce):
             return self.jagged(e, path)
         if not isinstance(e, ir.Op):
-            raise _Refuse("a search among rows")
+            raise Refuse("a search among rows")
         if e.name in ("add", "sub"):
             self.visit(e.args[0], path)
             sign = -path.sign if e.name == "sub" else path.sign
@@ -241,12 +237,12 @@ class _Finder:
         if e.name in ("mul", "div"):
             a, b = e.args
             if a.takes and b.takes:
-                raise _Refuse("a product of rows")
+                raise Refuse("a product of rows")
             if b.takes and e.name == "div":
-                raise _Refuse("a number divided by rows")
+                raise Refuse("a number divided by rows")
             rows, factor = (a, b) if a.takes else (b, a)
             return self.visit(rows, self.times(path, factor, e.name))
-        raise _Refuse(f"{e.name} of rows")
+        raise Refuse(f"{e.name} of rows")
 
     def times(self, path: _Path, factor: ir.Expr, how: str) -> _Path:
         on_items = self.place(factor, path)
@@ -267,19 +263,19 @@ class _Finder:
         """Whether a number belongs to items, not to bags."""
         axes = ir.depends(e, self.deps)
         if path.feature in axes:
-            raise _Refuse("a number for each column of a row")
+            raise Refuse("a number for each column of a row")
         if path.items is None or isinstance(e, ir.Const):
             return False
         if isinstance(path.items, ir.Reduce) and not any(k > path.feature for k in axes):
             return False
         if any(isinstance(x, (ir.Reduce, ir.SegReduce)) for x in ir.walk(e)):
-            raise _Refuse("a number for each position that a whole bag decides")
+            raise Refuse("a number for each position that a whole bag decides")
         return True
 
     def select(self, e: ir.Op, path: _Path) -> None:
         pred, on_false, on_true = e.args
         if pred.takes:
-            raise _Refuse("a choice that rows decide")
+            raise Refuse("a choice that rows decide")
         on_items = self.place(pred, path)
         for branch, mask in ((on_false, self.pool.op("not", "bool", pred)), (on_true, pred)):
             if on_items:
@@ -291,14 +287,14 @@ class _Finder:
     def convert(self, e: ir.Op, path: _Path) -> None:
         old, new = e.args[0].dtype, e.dtype
         if not ir.is_float(old) or not ir.is_float(new):
-            raise _Refuse(f"a conversion from {old} to {new}")
+            raise Refuse(f"a conversion from {old} to {new}")
         if jnp.promote_types(old, new) != jnp.dtype(new) and not path.at_root:
-            raise _Refuse(f"rounding to {new}")
+            raise Refuse(f"rounding to {new}")
         self.visit(e.args[0], dataclasses.replace(path, converted=True))
 
     def jagged(self, e: ir.SegReduce, path: _Path) -> None:
         if e.kind != "sum" or path.items is not None:
-            raise _Refuse(f"a bag's {e.kind}" if e.kind != "sum" else "bags of bags")
+            raise Refuse(f"a bag's {e.kind}" if e.kind != "sum" else "bags of bags")
         feature = len(path.piece.outer)
         unit = [int(k == 0) for k in range(len(e.bag))]
         rows = [int(k == feature) for k in range(len(e.feature))]
@@ -308,7 +304,7 @@ class _Finder:
             or [self.resolve(v) for v in e.bag] != unit
             or [self.resolve(v) for v in e.feature] != rows
         ):
-            raise _Refuse("jagged bags that are no plain rows of the result")
+            raise Refuse("jagged bags that are no plain rows of the result")
         self.visit(e.data, dataclasses.replace(path, items=e))
 
     def take(self, t: ir.Take, path: _Path) -> None:
@@ -316,16 +312,16 @@ class _Finder:
         if id(t.table) not in self.candidates:
             return
         if t.one_hot:
-            raise _Refuse("a one-hot product")
+            raise Refuse("a one-hot product")
         if t.idx.takes:
-            raise _Refuse("ids that are looked up")
+            raise Refuse("ids that are looked up")
         if any(v != int(k == path.feature) for k, v in enumerate(t.cols)):
-            raise _Refuse("rows that do not lie along the embedding axis")
+            raise Refuse("rows that do not lie along the embedding axis")
         width = self.detected.unifier.value(path.piece.width or 0)
         if t.row_stride != shape[-1] or not 0 <= t.base <= shape[-1] - width:
-            raise _Refuse("rows that are no rows of the table")
+            raise Refuse("rows that are no rows of the table")
         if math.prod(shape[:-1]) >= 2**31:
-            raise _Refuse("2^31 rows or more")
+            raise Refuse("2^31 rows or more")
         self.place(t.idx, path)
         drops = t.mode != "clip" or self.promised(t)
         bag = None
@@ -338,7 +334,7 @@ class _Finder:
             bag = self.over_items(self.as_int32(path.items.seg), path)
         pooled = any(isinstance(x, (ir.Reduce, ir.SegReduce)) for x in ir.walk(t.idx))
         if pooled and path.items is not None:
-            raise _Refuse("an id for each position that a whole bag decides")
+            raise Refuse("an id for each position that a whole bag decides")
         row = self.row(t, drops, path.masks)
         scales = path.scales
         if path.sign < 0:
@@ -386,7 +382,7 @@ class _Finder:
             for k in self.pool.origins.get(id(t), ())
         }
         if len(modes) != 1:
-            raise _Refuse("equal ids in two modes")
+            raise Refuse("equal ids in two modes")
         return modes.pop()
 
     def row(self, t: ir.Take, drops: bool, masks: Sequence[ir.Expr]) -> ir.Expr:
