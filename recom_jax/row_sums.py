@@ -19,6 +19,7 @@ from recom_jax import compat, ir
 from recom_jax.cpu import Encoded
 from recom_jax.cpu.encode import constants
 from recom_jax.detect import Detected, Output, Part, Val, row_major
+from recom_jax.errors import EncodeError
 from recom_jax.linear import Linear, Term
 from recom_jax.schedule import Scheduled, schedule
 from recom_jax.shape_solver.dims import DimLike
@@ -47,7 +48,7 @@ def row_sums(detected: Detected, linear: Linear, options: Any) -> RowSums:
     """Makes the transpose of what is linear in a call.
 
     Raises:
-      EncodeError: numbers that the program format cannot express.
+      EncodeError: numbers that the program format cannot express, or too many of them.
     """
     from recom_jax.pipeline import prepare
 
@@ -117,6 +118,8 @@ class _Numbers:
         for t, at in zip(self.linear.terms, places, strict=True):
             bags = [value(n) for n in t.piece.outer]
             items = math.prod(value(n) for n in t.shape)
+            if max(items, math.prod(bags), *self.sizes) >= 2**31:
+                raise EncodeError("2^31 ids or more")
             inner = math.prod(value(n) for n in t.shape[len(bags) :]) if not t.jagged else 0
             words += [tables[id(t.table)], cts[t.piece.result], t.base, t.width]
             words += [value(t.piece.offset), value(t.piece.feature_stride)]
