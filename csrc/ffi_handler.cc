@@ -12,6 +12,7 @@
 #include "ffi_call.h"
 #include "handover.h"
 #include "interp.h"
+#include "row_sums.h"
 #if defined(__SANITIZE_THREAD__)
 #include "packing_pool.h"
 #endif
@@ -46,6 +47,21 @@ ffi::Error fused(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRe
   });
 }
 
+ffi::Error row_sums(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    std::string_view program_bytes, std::string_view hash,
+                    ffi::Span<const int64_t> binding, ffi::Span<const int64_t> sums) {
+  return guarded([&]() -> ffi::Error {
+    const auto program = cached_program(hash, program_bytes);
+    std::vector<Buffer> physical, results;
+    if (auto error = read_buffers(args, rets, &physical, &results)) return *error;
+    const Executor executor = executor_of(pool);
+    const Borrowed borrowed(physical);
+    run_row_sums(*program, physical, results, binding.begin(), binding.size(), sums.begin(),
+                 sums.size(), executor);
+    return ffi::Error::Success();
+  });
+}
+
 ffi::Error empty(ffi::RemainingArgs, ffi::RemainingRets) { return ffi::Error::Success(); }
 
 XLA_FFI_DEFINE_HANDLER(kFused, fused,
@@ -56,12 +72,22 @@ XLA_FFI_DEFINE_HANDLER(kFused, fused,
                            .Attr<std::string_view>("program")
                            .Attr<std::string_view>("hash")
                            .Attr<ffi::Span<const int64_t>>("binding"));
+XLA_FFI_DEFINE_HANDLER(kRowSums, row_sums,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<std::string_view>("program")
+                           .Attr<std::string_view>("hash")
+                           .Attr<ffi::Span<const int64_t>>("binding")
+                           .Attr<ffi::Span<const int64_t>>("sums"));
 XLA_FFI_DEFINE_HANDLER(kEmpty, empty, ffi::Ffi::Bind().RemainingArgs().RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
 void* fused_v1_handler() { return reinterpret_cast<void*>(kFused); }
+void* row_sums_v1_handler() { return reinterpret_cast<void*>(kRowSums); }
 void* empty_v1_handler() { return reinterpret_cast<void*>(kEmpty); }
 
 }  // namespace recom

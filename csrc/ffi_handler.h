@@ -8,6 +8,7 @@ namespace recom {
 // XLA_FFI_Handler*, as Python passes them on to XLA.
 void* fused_v1_handler();
 void* empty_v1_handler();
+void* row_sums_v1_handler();
 // The same fused target on CUDA, by stage; the empty one serves both platforms.
 void* cuda_initialize_handler();
 void* cuda_execute_handler();

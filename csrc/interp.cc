@@ -5,11 +5,8 @@
 #include <string>
 
 #include "exec.h"
+#include "float_mode.h"
 #include "kernels.h"
-
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
 
 namespace recom {
 namespace {
@@ -52,28 +49,6 @@ void check_buffer(const Buffer& b, const BufferType& want, const char* what, siz
     fail(std::string(what) + " " + std::to_string(i) + " is not aligned");
   }
 }
-
-// XLA's pool flushes denormals, other threads do not. Chunks run in the caller's mode, so that a
-// result does not depend on the thread that computed it.
-class FloatMode {
- public:
-#if defined(__SSE2__)
-  FloatMode() : mode_(_mm_getcsr()) {}
-  struct Scope {
-    explicit Scope(const FloatMode& m) : saved(_mm_getcsr()) { _mm_setcsr(m.mode_); }
-    ~Scope() { _mm_setcsr(saved); }
-    unsigned saved;
-  };
-
- private:
-  unsigned mode_;
-#else
-  struct Scope {
-    explicit Scope(const FloatMode&) {}
-    ~Scope() {}
-  };
-#endif
-};
 
 // Registers, kept by the thread for its next chunk.
 struct Scratch {

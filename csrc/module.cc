@@ -18,6 +18,7 @@
 #include "packing.h"
 #include "packing_job.h"
 #include "program.h"
+#include "row_sums.h"
 #include "string_bindings.h"
 
 namespace py = pybind11;
@@ -92,6 +93,8 @@ py::dict constants() {
   py::dict magic;
   magic["PROGRAM_MAGIC"] = kProgramMagic;
   magic["VERSION"] = kVersion;
+  magic["SUMS_MAGIC"] = kSumsMagic;
+  magic["SUMS_VERSION"] = kSumsVersion;
   magic["PACK_MAGIC"] = kPackMagic;
   out["magic"] = magic;
   return out;
@@ -154,7 +157,23 @@ std::string_view view(const py::bytes& b) {
   return {data, static_cast<size_t>(size)};
 }
 
-// Runs without XLA, on plain threads. The cache key is the program itself.
+// Calls `body` with an executor of plain threads, and waits for them.
+template <class Body>
+void on_threads(int threads, const Body& body) {
+  Executor executor;
+  executor.threads = threads;
+  std::vector<std::thread> workers;
+  executor.schedule = [&](std::function<void()> task) { workers.emplace_back(std::move(task)); };
+  try {
+    body(executor);
+  } catch (...) {
+    for (auto& w : workers) w.join();
+    throw;
+  }
+  for (auto& w : workers) w.join();
+}
+
+// Runs without XLA. The cache key is the program itself.
 void run(const py::bytes& program, const py::array_t<int64_t, py::array::c_style>& binding,
          const py::sequence& operands, const py::sequence& results, int threads) {
   const std::string_view bytes = view(program);
@@ -162,17 +181,24 @@ void run(const py::bytes& program, const py::array_t<int64_t, py::array::c_style
   const std::vector<int64_t> bind(binding.data(), binding.data() + binding.size());
   py::gil_scoped_release release;
   const auto p = cached_program(std::to_string(std::hash<std::string_view>()(bytes)), bytes);
-  Executor executor;
-  executor.threads = threads;
-  std::vector<std::thread> workers;
-  executor.schedule = [&](std::function<void()> task) { workers.emplace_back(std::move(task)); };
-  try {
+  on_threads(threads, [&](const Executor& executor) {
     run_program(*p, in.buffers, out.buffers, bind.data(), bind.size(), executor);
-  } catch (...) {
-    for (auto& w : workers) w.join();
-    throw;
-  }
-  for (auto& w : workers) w.join();
+  });
+}
+
+void run_sums(const py::bytes& program, const py::array_t<int64_t, py::array::c_style>& binding,
+              const py::array_t<int64_t, py::array::c_style>& sums, const py::sequence& operands,
+              const py::sequence& results, int threads) {
+  const std::string_view bytes = view(program);
+  const Arrays in(operands, false), out(results, true);
+  const std::vector<int64_t> bind(binding.data(), binding.data() + binding.size());
+  const std::vector<int64_t> words(sums.data(), sums.data() + sums.size());
+  py::gil_scoped_release release;
+  const auto p = cached_program(std::to_string(std::hash<std::string_view>()(bytes)), bytes);
+  on_threads(threads, [&](const Executor& executor) {
+    run_row_sums(*p, in.buffers, out.buffers, bind.data(), bind.size(), words.data(), words.size(),
+                 executor);
+  });
 }
 
 py::dict program_stats() {
@@ -185,6 +211,7 @@ py::dict program_stats() {
   d["calls"] = s.calls.load();
   d["chunks_run"] = s.chunks_run.load();
   d["tables_scanned"] = s.tables_scanned.load();
+  d["row_sums"] = s.row_sums.load();
   const CudaStats& c = cuda_stats();
   d["cuda_modules_loaded"] = c.modules_loaded.load();
   d["cuda_plans_uploaded"] = c.plans_uploaded.load();
@@ -202,6 +229,7 @@ py::dict handlers() {
   py::dict d;
   d["recom_fused_v1"] = py::capsule(fused_v1_handler());
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
+  d["recom_row_sums_v1"] = py::capsule(row_sums_v1_handler());
   d["recom_stage_v1"] = py::capsule(stage_on_host_handler());
   return d;
 }
@@ -227,6 +255,9 @@ PYBIND11_MODULE(_recom, m) {
         "The same for platform CUDA: name -> capsule, or stage -> capsule.");
   m.def("run_program", &recom::run, py::arg("program"), py::arg("binding"), py::arg("operands"),
         py::arg("results"), py::arg("threads") = 1, "Runs a program on numpy arrays, without XLA.");
+  m.def("run_row_sums", &recom::run_sums, py::arg("program"), py::arg("binding"), py::arg("sums"),
+        py::arg("operands"), py::arg("results"), py::arg("threads") = 1,
+        "Sums rows of cotangents into gradients, without XLA.");
   m.def("program_stats", &recom::program_stats, "Counters since the process started.");
   m.def(
       "validate", [](const py::bytes& b) { recom::decode_program(recom::view(b)); },

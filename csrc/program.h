@@ -21,6 +21,8 @@ namespace recom {
 inline constexpr int64_t kProgramMagic = 0x474f52504d434552;  // "RECMPROG"
 inline constexpr int64_t kPackMagic = 0x314b4341504d4352;     // "RCMPACK1" in memory order
 inline constexpr int64_t kVersion = 1;
+inline constexpr int64_t kSumsMagic = 0x534d5553434552;  // "RECSUMS"
+inline constexpr int64_t kSumsVersion = 1;
 
 // clang-format off
 #define RECOM_DTYPES(X)                                                                         \
@@ -190,6 +192,7 @@ std::shared_ptr<const Program> cached_program(std::string_view hash, std::string
 struct Stats {
   std::atomic<int64_t> programs_decoded{0}, program_cache_hits{0}, programs_cached{0};
   std::atomic<int64_t> plans_built{0}, calls{0}, chunks_run{0}, tables_scanned{0};
+  std::atomic<int64_t> row_sums{0};
 };
 Stats& stats();
 

@@ -209,6 +209,16 @@ def register_primitive(
     mlir.register_lowering(prim, lower_cuda, platform="cuda")
 
 
+def register_transpose(prim: Any, rule: Callable[..., Any]) -> None:
+    """`rule` gets cotangents (or zeros, `is_zero_tangent`), operands (`is_undefined` where linear) and parameters."""
+    ad.primitive_transposes[prim] = rule
+
+
+def is_undefined(operand: Any) -> bool:
+    """Whether an operand of a transposition is what is linear, its value unknown."""
+    return isinstance(operand, ad.UndefinedPrimal)
+
+
 def module_devices(ctx: Any) -> int:
     """Over how many devices XLA will partition the module being lowered by itself (1 inside shard_map)."""
     axis_context = ctx.module_context.axis_context

@@ -66,7 +66,7 @@ class Emitter(Code):
             self._lookup(bags, "TAKE", src, expr, None, None)
         else:
             src = self.emit(expr, bags)
-        if p.width is not None and self.regs[src].width < 0:
+        if p.width not in (None, 1) and self.regs[src].width < 0:
             wide = self.reg(bags, self.regs[src].dtype, True)
             self.put(bags, "SELECT", wide, self.constant(bags, "bool", True), src, src)
             src = wide

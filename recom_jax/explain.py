@@ -16,7 +16,8 @@ from rich.table import Table
 
 from recom_jax import compat, ir
 from recom_jax.explain_stages import Result, Stage, lookups_of, results_of, stages_of
-from recom_jax.lowering import unfused_on_cuda
+from recom_jax.linear import NO_TABLE
+from recom_jax.lowering import FusedCall, fused_p, unfused_on_cuda
 from recom_jax.pipeline import Compiled
 from recom_jax.program import Program
 
@@ -59,6 +60,21 @@ class ColumnReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class GradientReport:
+    """How the derivative by one table that a fused call reads is computed.
+
+    Attributes:
+      table: the path of the argument, or "constant[k]", or "a computed table".
+      status: "fused": one custom call (on a CPU); "xla": the derivative of the columns as they are written.
+      reason: why it is not fused ("" if it is).
+    """
+
+    table: str
+    status: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What `OptimizedFunction.explain` returns. ``print(report)`` is a table.
 
@@ -83,6 +99,12 @@ class Report:
     results: tuple[Result, ...] = ()
     programs: tuple[Program, ...] = dataclasses.field(default=(), repr=False)
     digests: tuple[str, ...] = ()
+    calls: tuple[tuple[Any, tuple[str, ...]], ...] = dataclasses.field(default=(), repr=False)
+
+    @property
+    def gradients(self) -> tuple[GradientReport, ...]:
+        """The derivative by each float table of each fused call: fused, or why not. Analysed when it is asked for."""
+        return tuple(g for call, names in self.calls for g in _gradients(call, names))
 
     @property
     def unfused_on_cuda(self) -> tuple[tuple[int, str], ...]:
@@ -263,7 +285,29 @@ def report_of(compiled: Compiled, function: str) -> Report:
         results_of(compiled),
         tuple(s.program for _, s, _ in compiled.calls),
         tuple(encoded.digest for _, _, encoded in compiled.calls),
+        tuple(
+            (e.params["call"], tuple(names.get(id(v), "a computed table") for v in e.invars))
+            for e in compat.open_jaxpr(compiled.jaxpr).eqns
+            if e.primitive is fused_p
+        ),
     )
+
+
+def _gradients(call: FusedCall, names: tuple[str, ...]) -> list[GradientReport]:
+    from recom_jax.backward import refused
+
+    variables = compat.open_jaxpr(call.closed).invars
+    floats = [
+        k
+        for k, v in enumerate(variables)
+        if len(v.aval.shape) >= 2 and ir.is_float(str(v.aval.dtype))
+    ]
+    why = refused(call, floats)
+    return [
+        GradientReport(names[k], "xla" if why[k] else "fused", why[k])
+        for k in floats
+        if why[k] not in NO_TABLE
+    ]
 
 
 def _segment_notes(e: ir.Expr, notes: dict[int, tuple[str, ...]]) -> dict[int, list[str]]:

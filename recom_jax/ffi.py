@@ -15,6 +15,7 @@ from recom_jax import compat
 from recom_jax.errors import PlatformError
 
 FUSED = "recom_fused_v1"
+ROW_SUMS = "recom_row_sums_v1"
 EMPTY = "recom_empty_v1"
 STAGE = "recom_stage_v1"
 
@@ -33,7 +34,8 @@ def register() -> None:
         # Kept by JAX until its CUDA plugin asks for them, if ever.
         for name, stages in extension().cuda_handlers().items():
             jax.ffi.register_ffi_target(name, stages, platform="CUDA")
-        compat.promise_stable(FUSED)  # its name carries its version
+        for name in (FUSED, ROW_SUMS):
+            compat.promise_stable(name)  # the name carries its version
         _registered = True
 
 

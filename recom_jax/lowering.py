@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ class FusedCall:
       layout: what `binding` is on CUDA, where a pack's header is not read (docs/cuda_target.md).
       program: what `encoded` encodes.
       closed: `fallback` as a jaxpr, so that an optimized function inside another is compiled as one.
+      constants: arrays that the compiler knew, by position among the operands.
     """
 
     encoded: Encoded
@@ -48,6 +49,7 @@ class FusedCall:
     program: Program
     packed: bool = False
     closed: Any = None
+    constants: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<{len(self.encoded.words)} bytes, {self.encoded.digest[:12]}>"
@@ -74,7 +76,7 @@ def _lower_fallback(ctx: Any, *operands: Any, call: FusedCall) -> Any:
     return compat.lower_fun(call.fallback)(ctx, *operands)
 
 
-def _is_partitioned(ctx: Any) -> bool:
+def is_partitioned(ctx: Any) -> bool:
     if compat.module_devices(ctx) <= 1:
         return False
     warn_once(
@@ -95,8 +97,8 @@ def _lower_call(ctx: Any, operands: Sequence[Any], call: FusedCall, **attributes
     )
 
 
-def _lower_cpu(ctx: Any, *operands: Any, call: FusedCall) -> Any:
-    if _is_partitioned(ctx):
+def lower_cpu(ctx: Any, *operands: Any, call: FusedCall) -> Any:
+    if is_partitioned(ctx):
         return _lower_fallback(ctx, *operands, call=call)
     return _lower_call(ctx, operands, call, binding=np.array(call.binding, np.int64))
 
@@ -109,8 +111,8 @@ def unfused_on_cuda(digest: str) -> str:
     return _UNFUSED_ON_CUDA.get(digest, "")
 
 
-def _lower_cuda(ctx: Any, *operands: Any, call: FusedCall) -> Any:
-    if _is_partitioned(ctx):
+def lower_cuda(ctx: Any, *operands: Any, call: FusedCall) -> Any:
+    if is_partitioned(ctx):
         return _lower_fallback(ctx, *operands, call=call)
     from recom_jax.cuda import kernel, tune  # costs nothing where there is no GPU
 
@@ -150,7 +152,7 @@ def _lower_cuda(ctx: Any, *operands: Any, call: FusedCall) -> Any:
     )
 
 
-def _lower_default(ctx: Any, *operands: Any, call: FusedCall) -> Any:
+def lower_default(ctx: Any, *operands: Any, call: FusedCall) -> Any:
     warn_once(
         "recom_jax: this platform has no fused target yet; embedding columns run as plain JAX"
     )
@@ -160,23 +162,45 @@ def _lower_default(ctx: Any, *operands: Any, call: FusedCall) -> Any:
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, call: FusedCall
 ) -> tuple[list[Any], list[Any]]:
-    """Fused forward; the tangent differentiates the original columns, so any order of derivative is JAX's."""
+    """Fused forward; the tangent is fused where it is linear in tables (`backward`), else the original columns'."""
+    from recom_jax import backward
+
     out = fused_p.bind(*primals, call=call)
     live = [k for k, t in enumerate(tangents) if not compat.is_zero_tangent(t)]
-    if not live:
-        return out, [compat.zero_tangent(o) for o in out]
+    moved: list[Any] = backward.jvp(call, primals, tangents, live) if live else [None] * len(out)
+    return out, [
+        compat.zero_tangent(o) if t is None else t for o, t in zip(out, moved, strict=True)
+    ]
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, call: FusedCall) -> list[Any]:
+    """Of a function that is linear as it was written; JAX's own rules know whether it is."""
+    lines = [k for k, x in enumerate(operands) if compat.is_undefined(x)]
 
     def original(*moving: Any) -> list[Any]:
-        full = list(primals)
-        for k, value in zip(live, moving, strict=True):
+        full = list(operands)
+        for k, value in zip(lines, moving, strict=True):
             full[k] = value
         return call.fallback(*full)
 
-    _, moved = jax.jvp(original, tuple(primals[k] for k in live), tuple(tangents[k] for k in live))
-    return out, [
-        compat.zero_tangent(o) if t.dtype == jax.dtypes.float0 else t
-        for o, t in zip(out, moved, strict=True)
-    ]
+    full = [compat.instantiate_zeros(t) for t in cotangents]
+    made = jax.linear_transpose(original, *(operands[k].aval for k in lines))(full)
+    out: list[Any] = [None] * len(operands)
+    for k, t in zip(lines, made, strict=True):
+        out[k] = t
+    return out
+
+
+def batched(fn: Callable[..., Any], axis_data: Any, dims: Sequence[Any]) -> Callable[..., Any]:
+    """vmap of a flat function as a batching rule is asked for it; results are batched along axis 0."""
+    return jax.vmap(
+        fn,
+        in_axes=tuple(dims),
+        out_axes=0,
+        axis_size=axis_data.size,
+        axis_name=axis_data.name,
+        spmd_axis_name=axis_data.spmd_name,
+    )
 
 
 def _batch(
@@ -187,15 +211,8 @@ def _batch(
 
     if all(d is None for d in dims):  # nothing of this call is batched
         return list(fused_p.bind(*args, call=call)), [None] * len(call.out_avals)
-    batched = jax.vmap(
-        call.fallback,
-        in_axes=tuple(dims),
-        out_axes=0,
-        axis_size=axis_data.size,
-        axis_name=axis_data.name,
-        spmd_axis_name=axis_data.spmd_name,
-    )
-    outs = batched(*args) if call.packed else fuse_flat(batched, args, call.options)
+    many = batched(call.fallback, axis_data, dims)
+    outs = many(*args) if call.packed else fuse_flat(many, args, call.options)
     return list(outs), [0] * len(outs)
 
 
@@ -204,7 +221,8 @@ compat.register_primitive(
     abstract_eval=_abstract_eval,
     jvp=_jvp,
     batch=_batch,
-    lower_cpu=_lower_cpu,
-    lower_cuda=_lower_cuda,
-    lower_default=_lower_default,
+    lower_cpu=lower_cpu,
+    lower_cuda=lower_cuda,
+    lower_default=lower_default,
 )
+compat.register_transpose(fused_p, _transpose)

@@ -45,7 +45,7 @@ class Compiled:
 
 
 @contextlib.contextmanager
-def _gc_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No collections while a hundred thousand small objects that all survive are made: they cost a third."""
     was = gc.isenabled()
     gc.disable()
@@ -58,7 +58,7 @@ def _gc_paused() -> Iterator[None]:
 
 def compile_jaxpr(traced: Traced, options: Options) -> Compiled:
     """Stages 2 to 8, see `_compile`. A defect of ours costs the fusion and a warning, never the user's call."""
-    with _gc_paused():
+    with gc_paused():
         try:
             return _compile(traced, options)
         except Exception as why:

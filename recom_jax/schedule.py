@@ -80,7 +80,7 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
             parts = (Part(out.val.expr, out.val.shape, 0, row_major(out.val.shape)),)
         for p in parts:
             try:
-                piece = _piece(detected, p, k)
+                piece = piece_of(detected, p, k)
             except EncodeError as why:
                 failed.append((out.var, str(why)))
                 break
@@ -118,7 +118,8 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
     return dataclasses.replace(made, lookups=tuple(lookups))
 
 
-def _piece(detected: Detected, p: Part, result: int) -> Piece:
+def piece_of(detected: Detected, p: Part, result: int) -> Piece:
+    """A part of result number `result`, made ready. Raises EncodeError where no column can be made of it."""
     pool, resolve = detected.pool, detected.unifier.resolve
     rank = len(p.shape)
     features = _feature_axes(p.expr, rank)

@@ -310,6 +310,22 @@ def test_gradients_are_jaxs(tf: Any, saved: Any) -> None:
         np.testing.assert_allclose(got, want[name].astype(np.float32), rtol=rtol, err_msg=name)
 
 
+def test_gradients_beside_integer_results(tf: Any, saved: Any) -> None:
+    """Of a signature whose batch is open: the float result has gradients, the ids that it also returns have none."""
+    items = np.arange(15, dtype=np.int32).reshape(3, 5)
+    batch = make_batch(3) | {"items": items, "price": np.float32([1.0, 5.5, 9.0])}
+    want = jax.grad(lambda p: (columns(p, batch) ** 2).sum())(make_params())
+    with tf.GradientTape(persistent=True) as tape:
+        out = saved.module.any(**{k: tf.constant(v) for k, v in batch.items()})
+        loss = tf.reduce_sum(out["score"])
+        by_ids = tf.reduce_sum(tf.cast(out["ids"], tf.float32))
+    assert out["ids"].dtype == tf.int32
+    assert set(tape.gradient(by_ids, saved.module.params).values()) == {None}
+    for name, g in tape.gradient(loss, saved.module.params).items():
+        got, rtol = tf.cast(tf.convert_to_tensor(g), tf.float32), 1e-2 if name == "half" else 1e-5
+        np.testing.assert_allclose(got, want[name].astype(np.float32), rtol=rtol, err_msg=name)
+
+
 def test_trees_of_any_kind_without_jit_compile(tf: Any, tmp_path: pathlib.Path) -> None:
     """Several arguments, lists, a result that is a tuple, parameters in a list; 64-bit inputs as JAX takes them."""
 

@@ -294,9 +294,14 @@ def test_88_96_a_compiled_model_is_found_in_jaxs_cache(tmp_path: pathlib.Path) -
             model = recom_jax.optimize(lambda t, i: t[i].sum(1) - t[i].max(1))
             out = model(T, I.reshape(2, 3))
             found.append(any(name.endswith("cache_hits") for name in hits))
+            hits.clear()
+            total = recom_jax.optimize(lambda t, i: t[i].sum(1))
+            gradient = jax.jit(jax.grad(lambda t, f=total: f(t, I.reshape(2, 3)).sum()))(T)
+            found.append(any(name.endswith("cache_hits") for name in hits))
+            np.testing.assert_array_equal(gradient[:, 0], np.bincount(I, minlength=len(T)))
         want = T[I.reshape(2, 3)].sum(1) - T[I.reshape(2, 3)].max(1)
         np.testing.assert_allclose(out, want, atol=1e-5)
-        assert found == [False, True]
+        assert found == [False, False, True, True]
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

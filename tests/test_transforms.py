@@ -15,6 +15,7 @@ import pytest
 from helpers import VERIFY, assert_same, check, ids, table
 
 import recom_jax
+from recom_jax import backward_make
 
 ROWS, DIM, B, L = 9, 4, 6, 3
 optimize = functools.partial(recom_jax.optimize, options=VERIFY)
@@ -132,7 +133,9 @@ def test_vmap(in_axes: Any) -> None:
         return {k: leaf(v, axes[k] if isinstance(axes, dict) else axes) for k, v in tree.items()}
 
     args = spread(params(), in_axes[0]), spread(batch(), in_axes[1])
-    got = jax.vmap(optimize(model), in_axes=in_axes)(*args)
+    mapped = jax.jit(jax.vmap(optimize(model), in_axes=in_axes))
+    got = mapped(*args)
+    assert mapped.lower(*args).as_text().count("custom_call @recom_fused_v1") == 1
     assert_same(got, jax.vmap(model, in_axes=in_axes)(*args), 1e-3)
     inside = optimize(lambda p, b: jax.vmap(model, in_axes=in_axes)(p, b))
     assert_same(inside(*args), got, 1e-3)
@@ -365,6 +368,37 @@ def test_metadata_copying_and_pickling() -> None:
     assert copy.deepcopy(named) is named
     assert copy.deepcopy({"f": named})["f"](jnp.eye(2), jnp.arange(2)).shape == (2, 2)
     assert "named" in repr(named)
+
+
+def test_what_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal shapes: nothing. A new batch: traced by JAX, analysed, no new program; a gradient is analysed once."""
+    made: list[Any] = []
+    make = backward_make.make
+    monkeypatch.setattr(backward_make, "make", lambda *args: made.append(args) or make(*args))
+    f = optimize(lambda t, i: t[i].sum(1) * 1.0)
+    gradient = jax.jit(jax.grad(lambda t, i: (f(t, i) ** 2).sum()))
+    t = table(ROWS, DIM)
+
+    def counts() -> tuple[int, int]:
+        stats = recom_jax.stats()
+        return stats["traces"], stats["programs_prepared"]
+
+    f(t, ids((B, L), ROWS))
+    traces, programs = counts()
+    for seed in range(3):
+        f(t, ids((B, L), ROWS, seed=seed))
+        f(np.asarray(t), np.asarray(ids((B, L), ROWS, seed=seed)))
+    assert counts() == (traces, programs)
+    for size in (B + 1, B + 2, B + 1, B):
+        f(t, ids((size, L), ROWS))
+    assert counts() == (traces + 2, programs)
+    for seed in range(3):
+        gradient(t, ids((B, L), ROWS, seed=seed))
+    assert len(made) == 1 and gradient._cache_size() == 1
+    before = counts()
+    gradient(t, ids((B, L), ROWS, seed=4))
+    jax.jit(jax.value_and_grad(lambda t, i: (f(t, i) ** 2).sum()))(t, ids((B, L), ROWS))
+    assert counts() == before and len(made) == 1
 
 
 def test_decorator_forms_and_bad_arguments() -> None:

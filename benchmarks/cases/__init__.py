@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from benchmarks.cases import (
     ablation,
+    backward,
     columns_e,
     corun,
     first_result,
@@ -66,6 +67,7 @@ ALL = (
         package="tensorflow",
     ),
     Case("corun", "RAP: preprocessing beside training", 8, corun.run),
+    Case("backward", "Gradients of tables, fused and dense", 6, backward.run),
     Case("sparse", "Sparse training steps by table size", 5, sparse.run),
     Case("idioms", "Every idiom against plain jit", 5, idioms.run),
     Case("gpu_recflex", "CUDA: kernel times of RecFlex", 2, gpu.run_recflex, gpu=True),

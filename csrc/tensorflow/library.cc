@@ -66,8 +66,17 @@ std::string register_all(const XLA_FFI_Api* api) {
            "load "
            "TensorFlow first";
   }
-  const std::string fused = register_handler(api, "recom_fused_v1", recom::fused_v1_handler());
-  return fused.empty() ? register_handler(api, "recom_empty_v1", recom::empty_v1_handler()) : fused;
+  const struct {
+    const char* name;
+    void* handler;
+  } all[] = {{"recom_fused_v1", recom::fused_v1_handler()},
+             {"recom_row_sums_v1", recom::row_sums_v1_handler()},
+             {"recom_empty_v1", recom::empty_v1_handler()}};
+  for (const auto& [name, handler] : all) {
+    const std::string error = register_handler(api, name, handler);
+    if (!error.empty()) return error;
+  }
+  return "";
 }
 
 const std::string& status() {

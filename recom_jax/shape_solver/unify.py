@@ -43,6 +43,7 @@ class Unifier:
         "_pending",
         "_polys",
         "_residual",
+        "_resolved",
         "_solved",
         "_values",
     )
@@ -58,6 +59,7 @@ class Unifier:
         self._const: dict[int, int] = {}  # root -> number
         self._solved: dict[int, Dim] = {}  # root -> polynomial of other symbols
         self._pending: list[_Equation] = []
+        self._resolved: dict[Poly, Dim] = {}  # of polynomials, as long as nothing is learned
         self._residual: dict[
             int, list[_Equation]
         ] = {}  # root -> equations that mention it, unsolved
@@ -141,7 +143,12 @@ class Unifier:
             return d
         if self._pending:
             self.finish()
-        return self._canon(d)
+        if d.name is not None:
+            return self._canon(d)
+        found = self._resolved.get(d)
+        if found is None:
+            found = self._resolved[d] = self._canon(d)
+        return found
 
     def finish(self) -> None:
         """Solve every queued equality now."""
@@ -261,6 +268,7 @@ class Unifier:
 
     def _touch(self, root: int) -> None:
         """A symbol changed: equations about it that had no solution may have one now."""
+        self._resolved.clear()
         if root in self._residual:
             self._pending.extend(self._residual.pop(root))
 
