@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "corun_bindings.h"
 #include "cuda_bindings.h"
 #include "cuda_module.h"
 #include "cuda_stage.h"
@@ -195,6 +196,8 @@ py::dict handlers() {
   d["recom_fused_v1"] = py::capsule(fused_v1_handler());
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
   d["recom_stage_v1"] = py::capsule(stage_on_host_handler());
+  d["recom_corun_take_v1"] = py::capsule(corun_take_handler(false));
+  d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(false));
   return d;
 }
 
@@ -205,6 +208,8 @@ py::dict cuda_handlers() {
   d["recom_fused_v1"] = stages;
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
   d["recom_stage_v1"] = py::capsule(stage_on_cuda_handler());
+  d["recom_corun_take_v1"] = py::capsule(corun_take_handler(true));
+  d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(true));
   return d;
 }
 
@@ -228,4 +233,5 @@ PYBIND11_MODULE(_recom, m) {
   bind_packing(m);
   bind_strings(m);
   recom::bind_cuda(m);
+  recom::bind_corun(m);
 }

@@ -1,0 +1,470 @@
+"""From a preprocessing function to `pull`'s arrays: a rule for each primitive, and one for each list operator."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from recom_jax import compat, templates
+from recom_jax.corun import pull
+from recom_jax.corun.pull import Const, Elementwise, Moved, SymArray
+from recom_jax.corun.symbols import Unsupported, Writer, type_of
+from recom_jax.preprocess import operator
+from recom_jax.preprocess.int64 import Int64
+from recom_jax.preprocess.values import Jagged, take_apart
+from recom_jax.trace import flatten
+
+# Where an operation on float32 is a function of CUDA's library, and what is exact.
+_UNARY = {
+    "neg": "x_neg({0})", "abs": "x_abs({0})", "sign": "x_sign({0})", "not": "x_not({0})", "floor": "x_floor({0})",
+    "ceil": "x_ceil({0})", "sqrt": "x_sqrt({0})", "is_finite": "x_is_finite({0})", "copy": "{0}", "copy_p": "{0}",
+    "stop_gradient": "{0}", "square": "x_mul({0}, {0})", "population_count": "x_popcnt({0})", "clz": "x_clz({0})",
+    "reduce_precision": "{0}",
+}  # fmt: skip
+_BINARY = {
+    "add": "x_add", "sub": "x_sub", "mul": "x_mul", "div": "x_div", "rem": "x_rem", "max": "x_max", "min": "x_min",
+    "and": "x_and", "or": "x_or", "xor": "x_xor", "eq": "x_eq", "ne": "x_ne", "lt": "x_lt", "le": "x_le", "gt": "x_gt",
+    "ge": "x_ge", "shift_left": "x_shl", "shift_right_logical": "x_shr_l", "shift_right_arithmetic": "x_shr_a",
+    "add_any": "x_add",
+}  # fmt: skip
+_FLOAT = {
+    "exp": "exp", "log": "log", "log1p": "log1p", "expm1": "expm1", "tanh": "tanh", "rsqrt": "rsqrt", "cbrt": "cbrt",
+    "sin": "sin", "cos": "cos", "exp2": "exp2",
+}  # fmt: skip
+_LISTS = ("firstx", "ngram", "pad", "fill_null_lists")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ListCall:
+    """A list operator: its parameters, and how its columns are put together."""
+
+    name: str
+    parameters: dict[str, Any]
+    in_tree: Any
+    out_tree: Any
+    run: Callable[..., list[Any]]
+    avals: tuple[Any, ...]
+
+
+list_p = compat.Primitive("recom_list_operator")
+
+
+def _lower(ctx: Any, *operands: Any, call: ListCall) -> Any:
+    return compat.lower_fun(lambda *leaves: call.run(*leaves))(ctx, *operands)
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise Unsupported("a list operator under a transformation")
+
+
+compat.register_primitive(
+    list_p,
+    abstract_eval=lambda *_, call: list(call.avals),
+    jvp=_never,
+    batch=_never,
+    lower_cpu=_lower,
+    lower_cuda=_lower,
+    lower_default=_lower,
+)
+
+
+def _keep_lists(name: str, body: Callable[..., Any], inputs: Sequence[Any], values: dict[str, Any]) -> Any:
+    """What the operators do while a program is traced for kernels: list operators stay one equation."""
+    if name not in _LISTS:
+        return body(*inputs, *values.values())
+    leaves, in_tree = jax.tree.flatten(inputs)
+
+    def run(*leaves: Any) -> list[Any]:
+        with operator.traced_by(None):
+            return jax.tree.leaves(body(*jax.tree.unflatten(in_tree, leaves), *values.values()))
+
+    with operator.traced_by(None):
+        out = jax.eval_shape(lambda *a: body(*a, *values.values()), *inputs)
+    avals = tuple(
+        jax.core.ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(out)
+    )
+    call = ListCall(name, values, in_tree, jax.tree.structure(out), run, avals)
+    return jax.tree.unflatten(call.out_tree, list_p.bind(*leaves, call=call))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf of a raw batch: where it is in a slot, in bytes."""
+
+    path: str
+    feature: str
+    shape: tuple[int, ...]
+    dtype: Any
+    offset: int
+    nbytes: int
+
+
+ALIGN = 256
+
+
+def leaves_of(raw_like: Any) -> tuple[Leaf, ...]:
+    """The leaves of columns (arrays or ShapeDtypeStructs), side by side."""
+    made, at = [], 0
+    for path, x in jax.tree_util.tree_flatten_with_path(raw_like)[0]:
+        dtype = np.dtype(jax.dtypes.canonicalize_dtype(x.dtype))
+        nbytes = math.prod(x.shape) * dtype.itemsize
+        feature = str(getattr(path[0], "key", path[0])) if path else ""
+        made.append(Leaf(jax.tree_util.keystr(path), feature, tuple(x.shape), dtype, at, nbytes))
+        at += -(-max(nbytes, 1) // ALIGN) * ALIGN
+    return tuple(made)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pulled:
+    """A program's results as arrays that can be asked for their elements, and the raw leaves that they read."""
+
+    leaves: tuple[Leaf, ...]
+    outputs: tuple[SymArray, ...]
+    out_tree: Any
+
+
+def pulled(prep: Callable[[Any], Any], raw_like: Any) -> Pulled:
+    """Reads a preprocessing function, for columns of these shapes.
+
+    Raises:
+      Unsupported: it does what kernels cannot express; the text says what.
+    """
+    with operator.traced_by(_keep_lists):
+        # A new function, so that JAX traces it anew rather than take a trace with operators as they are.
+        closed, out = jax.make_jaxpr(lambda raw: prep(raw), return_shape=True)(raw_like)
+    jaxpr = flatten(closed)
+    leaves = leaves_of(raw_like)
+    inputs = [pull.Input(x.shape, x.dtype, x.feature, x.offset) for x in leaves]
+    with pull.on_host():
+        outputs = _Reader().run(compat.open_jaxpr(jaxpr), jaxpr.consts, inputs)
+    return Pulled(leaves, tuple(outputs), jax.tree.structure(out))
+
+
+class _Reader:
+    """Evaluates a jaxpr on `SymArray`s."""
+
+    def __init__(self) -> None:
+        self._raw_lists: dict[int, pull.RawLists] = {}
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[SymArray]) -> list[SymArray]:
+        env: dict[Any, SymArray] = dict(zip(jaxpr.invars, inputs, strict=True))
+        env |= {v: Const(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+
+        def read(v: Any) -> SymArray:
+            return Const(np.asarray(v.val, v.aval.dtype)) if isinstance(v, compat.Literal) else env[v]
+
+        for eqn in jaxpr.eqns:
+            args = [read(v) for v in eqn.invars]
+            for v, made in zip(eqn.outvars, self.equation(eqn, args), strict=True):
+                env[v] = made
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, args: list[SymArray]) -> list[SymArray]:
+        name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
+        if eqn.primitive is list_p:
+            return self.lists(eqn.params["call"], args)
+        if name in ("jit", "pjit"):
+            found = templates.recognise(eqn)
+            if found is not None:
+                return [_search(found, args, out)]
+        inner = compat.inner_jaxpr(eqn)
+        if inner is not None:
+            return self.run(compat.open_jaxpr(inner), inner.consts, args)
+        scalars = [x.value for x in args if isinstance(x, Const) and not x.shape]
+        if args and len(scalars) == len(args) and not out.shape and len(eqn.outvars) == 1:
+            return [Const(np.asarray(compat.bind_eqn(eqn, scalars)[0]))]
+        rule = _RULES.get(name)
+        if rule is not None:
+            made = rule(eqn, args, out)
+            return made if isinstance(made, list) else [made]
+        text = _text(name, eqn, out)
+        return [Elementwise(out.shape, out.dtype, text, *args)]
+
+    # ---- list operators ------------------------------------------------------------------------------------
+
+    def lists(self, call: ListCall, args: list[SymArray]) -> list[SymArray]:
+        (x,) = jax.tree.unflatten(call.in_tree, args)
+        if not isinstance(x, Jagged):
+            raise Unsupported(f"{call.name} of a column without lists")
+        where = self.structure(x.row_splits)
+        values, present = take_apart(x.values)
+        if call.name == "pad":
+            return self.pad(call, values, present, x, where, args)
+        if call.name == "fill_null_lists" and x.valid is None:
+            return list(args)
+        made = pull.Derived(call.name, where, x.valid, int(call.parameters.get("n", 0)))
+        like = jax.tree.unflatten(call.out_tree, call.avals)
+        shape = like.row_splits.shape
+        splits = pull.ListSplits(shape, np.int32, made, *args)
+        leaves = [
+            pull.ListValues(a.shape, made, leaf, *args)
+            for a, leaf in zip(jax.tree.leaves(like.values), jax.tree.leaves(x.values), strict=True)
+        ]
+        new = jax.tree.unflatten(jax.tree.structure(x.values), leaves)
+        valid = None if like.valid is None else x.valid
+        return [*jax.tree.leaves(new), splits, *([] if valid is None else [valid])]
+
+    def structure(self, splits: SymArray) -> pull.ListOf:
+        if isinstance(splits, pull.ListSplits):
+            return splits.lists
+        return self._raw_lists.setdefault(splits.serial, pull.RawLists(splits))
+
+    def pad(
+        self, call: ListCall, values: Any, present: Any, x: Any, where: pull.ListOf, args: Any
+    ) -> list[SymArray]:
+        value = call.parameters["value"]
+
+        def lined(leaf: SymArray, shape: Any, behind: Any) -> SymArray:
+            return pull.Lined(shape, leaf, where, x.valid, present, behind, *args)
+
+        shape = call.avals[0].shape
+        if isinstance(values, Int64):
+            bits = np.int64(value).view(np.uint64)
+            high, low = np.uint32(bits >> np.uint64(32)), np.uint32(bits & np.uint64(0xFFFFFFFF))
+            return [lined(values.hi, shape, high), lined(values.lo, shape, low)]
+        return [lined(values, shape, np.asarray(value).astype(values.dtype))]
+
+
+def _search(found: templates.Search, args: list[SymArray], out: Any) -> SymArray:
+    boundaries, x = args[found.boundaries], args[found.query]
+    if not isinstance(boundaries, Const) or found.method not in ("scan", "scan_unrolled", "sort"):
+        raise Unsupported(f"{found.function} with computed boundaries, or by {found.method}")
+    b = boundaries.value
+    if b.ndim != 1 or (b.dtype.kind == "f" and np.isnan(b).any()) or (b[1:] < b[:-1]).any():
+        raise Unsupported(f"{found.function} of boundaries that don't ascend")
+    if b.dtype != x.dtype:
+        raise Unsupported(f"{found.function} of {x.dtype} among {b.dtype}")
+    return pull.Counted(b, x, found.side, out.dtype)
+
+
+def _text(name: str, eqn: Any, out: Any) -> str:
+    """The C expression of an elementwise primitive."""
+    if name in _UNARY and len(eqn.invars) == 1:
+        return _UNARY[name]
+    if name in _BINARY:
+        return f"{_BINARY[name]}({{0}}, {{1}})"
+    if name == "select_n":
+        if len(eqn.invars) != 3 or eqn.invars[0].aval.dtype != np.bool_:
+            raise Unsupported("a choice of more than two")
+        return "x_select({0}, {1}, {2})"
+    if name == "clamp":
+        return "x_min(x_max({1}, {0}), {2})"
+    if name == "convert_element_type":
+        return f"x_convert<{type_of(out.dtype)}>({{0}})"
+    if name == "bitcast_convert_type" and eqn.invars[0].aval.shape == out.shape:
+        return f"x_bitcast<{type_of(out.dtype)}>({{0}})"
+    if name == "round":
+        way = "away" if int(eqn.params["rounding_method"]) == 0 else "even"
+        return f"x_round_{way}({{0}})"
+    if name == "integer_pow" and eqn.params["y"] == 2:
+        return "x_mul({0}, {0})"
+    if out is not None and np.dtype(out.dtype) in (np.float32, np.float64):
+        f = "f" if np.dtype(out.dtype) == np.float32 else ""
+        if name in _FLOAT:
+            return f"{_FLOAT[name]}{f}({{0}})"
+        if name == "pow" and eqn.invars[1].aval.dtype == out.dtype:
+            return f"pow{f}({{0}}, {{1}})"
+        if name == "logistic":
+            one = f"1.0{f}"
+            return f"({one} / ({one} + exp{f}(-{{0}})))"
+    raise Unsupported(f"the operation {name}")
+
+
+# ---- movement ------------------------------------------------------------------------------------------------
+
+
+def _broadcast(eqn: Any, args: list[SymArray], out: Any) -> SymArray:
+    x, axes = args[0], tuple(eqn.params["broadcast_dimensions"])
+    if len(args) > 1:
+        raise Unsupported("a broadcast to a computed shape")
+    spread = [x.shape[k] == 1 and out.shape[a] != 1 for k, a in enumerate(axes)]
+
+    def place(w: Writer, index: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            w.integer(w.number(0)) if s or n == 1 else index[a]
+            for s, a, n in zip(spread, axes, x.shape, strict=True)
+        )
+
+    if x.shape == tuple(out.shape):
+        return x
+    new = tuple(a for a in range(len(out.shape)) if a not in axes)
+    only = not any(spread) and all(out.shape[a] == 1 for a in new)
+    return Moved(out.shape, x, place, new if only else None)
+
+
+def _reshape(eqn: Any, args: list[SymArray], out: Any) -> SymArray:
+    x, to = args[0], tuple(out.shape)
+    if eqn.params.get("dimensions") is not None:
+        raise Unsupported("a reshape in another order")
+    return _reshaped(x, to)
+
+
+def _reshaped(x: SymArray, to: tuple[int, ...]) -> SymArray:
+    if x.shape == to:
+        return x
+    big, bigger = [n for n in x.shape if n != 1], [n for n in to if n != 1]
+    if big == bigger:  # only axes of size 1 come or go
+        kept_to = [k for k, n in enumerate(to) if n != 1]
+        kept = [k for k, n in enumerate(x.shape) if n != 1]
+
+        def squeezed(w: Writer, index: tuple[Any, ...]) -> tuple[Any, ...]:
+            made: list[Any] = [None] * len(x.shape)
+            for a, b in zip(kept, kept_to, strict=True):
+                made[a] = index[b]
+            return tuple(w.integer(w.number(0)) if m is None else m for m in made)
+
+        adds = tuple(k for k, n in enumerate(to) if n == 1)
+        return Moved(to, x, squeezed, adds if len(kept) == len(x.shape) else None)
+
+    def place(w: Writer, index: tuple[Any, ...]) -> tuple[Any, ...]:
+        whole = pull.flat(w, to, pull.plain(index, "a reshape"))
+        made = []
+        for n in reversed(x.shape[1:]):
+            made.append(w.integer(f"{whole} % {w.number(n)}"))
+            whole = w.integer(f"{whole} / {w.number(n)}")
+        return (whole, *reversed(made)) if x.shape else ()
+
+    return Moved(to, x, place)
+
+
+def _slice(eqn: Any, args: list[SymArray], out: Any) -> SymArray:
+    starts = eqn.params["start_indices"]
+    strides = eqn.params["strides"] or (1,) * len(starts)
+    return _sliced(args[0], tuple(out.shape), starts, strides)
+
+
+def _sliced(x: SymArray, shape: tuple[int, ...], starts: Any, strides: Any) -> SymArray:
+    if shape == x.shape:
+        return x
+
+    def place(w: Writer, index: tuple[Any, ...]) -> tuple[Any, ...]:
+        made = []
+        for i, a, s in zip(index, starts, strides, strict=True):
+            if (a, s) != (0, 1):
+                (i,) = pull.plain((i,), "a slice")
+                i = w.integer(f"{i} * {w.number(s)} + {w.number(a)}" if s != 1 else f"{i} + {w.number(a)}")
+            made.append(i)
+        return tuple(made)
+
+    return Moved(shape, x, place)
+
+
+def _split(eqn: Any, args: list[SymArray], out: Any) -> list[SymArray]:
+    axis, start, made = eqn.params["axis"], 0, []
+    for v in eqn.outvars:
+        starts = [0] * len(v.aval.shape)
+        starts[axis] = start
+        made.append(_sliced(args[0], tuple(v.aval.shape), starts, (1,) * len(starts)))
+        start += v.aval.shape[axis]
+    return made
+
+
+def _transpose(eqn: Any, args: list[SymArray], out: Any) -> SymArray:
+    order = eqn.params["permutation"]
+
+    def place(w: Writer, index: tuple[Any, ...]) -> tuple[Any, ...]:
+        made: list[Any] = [None] * len(order)
+        for k, a in enumerate(order):
+            made[a] = index[k]
+        return tuple(made)
+
+    return Moved(out.shape, args[0], place)
+
+
+def _stack(eqn: Any, args: list[SymArray], out: Any) -> SymArray:
+    axis = int(eqn.params["axis"])
+    shape = tuple(1 if k == axis else n for k, n in enumerate(out.shape))
+    return pull.Concat([_reshaped_at(x, shape, axis) for x in args], axis)
+
+
+def _reshaped_at(x: SymArray, shape: tuple[int, ...], axis: int) -> SymArray:
+    def place(w: Writer, index: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*index[:axis], *index[axis + 1 :])
+
+    return Moved(shape, x, place, (axis,))
+
+
+def _pad(eqn: Any, args: list[SymArray], out: Any) -> SymArray:
+    config = eqn.params["padding_config"]
+    if any(low < 0 or high < 0 or interior for low, high, interior in config):
+        raise Unsupported("padding that cuts or spreads")
+    return pull.Padded(out.shape, args[0], args[1], [low for low, _, _ in config])
+
+
+def _gather(eqn: Any, args: list[SymArray], out: Any) -> SymArray:
+    x, index, p = args[0], args[1], eqn.params
+    d = p["dimension_numbers"]
+    n = len(index.shape) - 1
+    plain_rows = (
+        tuple(d.collapsed_slice_dims) == (0,)
+        and tuple(d.start_index_map) == (0,)
+        and not d.operand_batching_dims
+        and tuple(p["slice_sizes"]) == (1, *x.shape[1:])
+        and tuple(d.offset_dims) == tuple(range(n, n + len(x.shape) - 1))
+        and index.shape[-1:] == (1,)
+    )
+    if not plain_rows:
+        raise Unsupported("a gather of other than rows")
+    mode = str(p["mode"]).upper()
+    fill = None
+    if "FILL" in mode:
+        fill = p["fill_value"]
+        if fill is None:
+            kind = x.dtype
+            fill = (
+                np.nan if kind.kind == "f" else np.iinfo(kind).max if kind.kind == "u" else True if kind.kind == "b"
+                else np.iinfo(kind).min
+            )  # fmt: skip
+    return pull.Gather(x, _reshaped(index, index.shape[:-1]), fill)
+
+
+def _reduce(eqn: Any, args: list[SymArray], out: Any) -> SymArray:
+    kind, dtype = eqn.primitive.name, np.dtype(out.dtype)
+    type_of(dtype)
+    lowest = -np.inf if dtype.kind == "f" else None if dtype.kind == "b" else np.iinfo(dtype).min
+    highest = np.inf if dtype.kind == "f" else None if dtype.kind == "b" else np.iinfo(dtype).max
+    initial, text = {
+        "reduce_sum": (0, "x_add({0}, {1})"),
+        "reduce_prod": (1, "x_mul({0}, {1})"),
+        "reduce_max": (lowest, "x_max({0}, {1})"),
+        "reduce_min": (highest, "x_min({0}, {1})"),
+        "reduce_and": (True, "x_and({0}, {1})"),
+        "reduce_or": (False, "x_or({0}, {1})"),
+    }[kind]
+    axes = tuple(eqn.params["axes"])
+    if 0 in axes and args[0].shape[0] > 64:
+        raise Unsupported(f"{kind} over the rows of a batch")
+    if initial is None:
+        raise Unsupported(f"{kind} of {dtype}")
+    return pull.Reduce(args[0], axes, dtype, np.asarray(initial).astype(dtype), text)
+
+
+def _squeeze(eqn: Any, args: list[SymArray], out: Any) -> SymArray:
+    return _reshaped(args[0], tuple(out.shape))
+
+
+_RULES: dict[str, Callable[[Any, list[SymArray], Any], Any]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "expand_dims": _squeeze,
+    "slice": _slice,
+    "split": _split,
+    "transpose": _transpose,
+    "concatenate": lambda eqn, args, out: pull.Concat(args, int(eqn.params["dimension"])),
+    "stack": _stack,
+    "pad": _pad,
+    "iota": lambda eqn, args, out: pull.Iota(out.shape, out.dtype, int(eqn.params["dimension"])),
+    "gather": _gather,
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or"), _reduce
+    ),
+}
+
+
+__all__ = ["Leaf", "Pulled", "leaves_of", "pulled"]
