@@ -47,18 +47,36 @@ ffi::Error take_on_host(ffi::AnyBuffer token, ffi::RemainingRets rets) {
 
 // Results are the operands' memory; where XLA gave them other memory, they are copied.
 template <typename Copy>
+std::optional<ffi::Error> pass(ffi::RemainingArgs args, ffi::RemainingRets rets, const Copy& copy) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    auto from = args.get<ffi::AnyBuffer>(i);
+    auto to = rets.get<ffi::AnyBuffer>(i);
+    if (!from.has_value()) return from.error();
+    if (!to.has_value()) return to.error();
+    if (from->untyped_data() != (*to)->untyped_data() && from->size_bytes() > 0) {
+      copy((*to)->untyped_data(), from->untyped_data(), from->size_bytes());
+    }
+  }
+  return std::nullopt;
+}
+
+auto copy_on(cuda::Stream stream) {
+  return [stream](void* to, const void* from, size_t bytes) {
+    const cuda::Driver& d = cuda::Driver::get();
+    d.check(d.copy_on_device_async(reinterpret_cast<cuda::Pointer>(to),
+                                   reinterpret_cast<cuda::Pointer>(from), bytes, stream),
+            "copy a stage's results");
+  };
+}
+constexpr auto kCopyOnHost = [](void* to, const void* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+};
+
+template <typename Copy>
 ffi::Error mark(corun::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                 std::string_view name, const Copy& copy) {
   return guarded([&]() -> ffi::Error {
-    for (size_t i = 0; i < args.size(); ++i) {
-      auto from = args.get<ffi::AnyBuffer>(i);
-      auto to = rets.get<ffi::AnyBuffer>(i);
-      if (!from.has_value()) return from.error();
-      if (!to.has_value()) return to.error();
-      if (from->untyped_data() != (*to)->untyped_data() && from->size_bytes() > 0) {
-        copy((*to)->untyped_data(), from->untyped_data(), from->size_bytes());
-      }
-    }
+    if (auto error = pass(args, rets, copy)) return *error;
     if (const auto runtime = corun::current_runtime(stream)) runtime->mark(name, stream);
     return ffi::Error::Success();
   });
@@ -66,16 +84,17 @@ ffi::Error mark(corun::Stream stream, ffi::RemainingArgs args, ffi::RemainingRet
 
 ffi::Error mark_on_cuda(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                         std::string_view name) {
-  return mark(stream, args, rets, name, [&](void* to, const void* from, size_t bytes) {
-    const cuda::Driver& d = cuda::Driver::get();
-    d.check(d.copy_on_device_async(reinterpret_cast<cuda::Pointer>(to),
-                                   reinterpret_cast<cuda::Pointer>(from), bytes, stream),
-            "copy a stage's results");
-  });
+  return mark(stream, args, rets, name, copy_on(stream));
 }
 ffi::Error mark_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view name) {
-  return mark(corun::sim_xla_stream(), args, rets, name,
-              [](void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); });
+  return mark(corun::sim_xla_stream(), args, rets, name, kCopyOnHost);
+}
+// A marker of a step that is not co-run.
+ffi::Error pass_on_cuda(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return guarded([&] { return pass(args, rets, copy_on(stream)).value_or(ffi::Error::Success()); });
+}
+ffi::Error pass_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return guarded([&] { return pass(args, rets, kCopyOnHost).value_or(ffi::Error::Success()); });
 }
 
 XLA_FFI_DEFINE_HANDLER(
@@ -93,8 +112,18 @@ XLA_FFI_DEFINE_HANDLER(
     kMarkOnHost, mark_on_host,
     ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<std::string_view>("name"));
 
+XLA_FFI_DEFINE_HANDLER(
+    kPassOnCuda, pass_on_cuda,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets(),
+    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kPassOnHost, pass_on_host,
+                       ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+
 }  // namespace
 
+void* corun_pass_handler(bool cuda) {
+  return cuda ? reinterpret_cast<void*>(kPassOnCuda) : reinterpret_cast<void*>(kPassOnHost);
+}
 void* corun_take_handler(bool cuda) {
   return cuda ? reinterpret_cast<void*>(kTakeOnCuda) : reinterpret_cast<void*>(kTakeOnHost);
 }

@@ -17,6 +17,7 @@ void* stage_on_cuda_handler();
 // Co-running (corun_runtime.h), and its simulation without a GPU.
 void* corun_take_handler(bool cuda);
 void* corun_mark_handler(bool cuda);
+void* corun_pass_handler(bool cuda);
 
 }  // namespace recom
 

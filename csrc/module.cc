@@ -198,6 +198,7 @@ py::dict handlers() {
   d["recom_stage_v1"] = py::capsule(stage_on_host_handler());
   d["recom_corun_take_v1"] = py::capsule(corun_take_handler(false));
   d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(false));
+  d["recom_corun_pass_v1"] = py::capsule(corun_pass_handler(false));
   return d;
 }
 
@@ -210,6 +211,7 @@ py::dict cuda_handlers() {
   d["recom_stage_v1"] = py::capsule(stage_on_cuda_handler());
   d["recom_corun_take_v1"] = py::capsule(corun_take_handler(true));
   d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(true));
+  d["recom_corun_pass_v1"] = py::capsule(corun_pass_handler(true));
   return d;
 }
 

@@ -17,6 +17,9 @@ from recom_jax.errors import PlatformError
 FUSED = "recom_fused_v1"
 EMPTY = "recom_empty_v1"
 STAGE = "recom_stage_v1"
+TAKE = "recom_corun_take_v1"
+MARK = "recom_corun_mark_v1"
+PASS = "recom_corun_pass_v1"
 
 _LOCK = threading.Lock()
 _registered = False
@@ -33,7 +36,8 @@ def register() -> None:
         # Kept by JAX until its CUDA plugin asks for them, if ever.
         for name, stages in extension().cuda_handlers().items():
             jax.ffi.register_ffi_target(name, stages, platform="CUDA")
-        compat.promise_stable(FUSED)  # its name carries its version
+        for stable in (FUSED, PASS):  # their names carry their versions
+            compat.promise_stable(stable)
         _registered = True
 
 

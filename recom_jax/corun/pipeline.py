@@ -12,16 +12,21 @@ from typing import Any
 import jax
 import numpy as np
 
+from recom_jax import stage as staging
+from recom_jax.corun import runtime as rt
 from recom_jax.corun.device import Device, Threads
+from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import Measured, Plan
 from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
+from recom_jax.corun.stream import Engine, Streams
 from recom_jax.errors import PipelineError
 from recom_jax.preprocess.ingest import columns, snapshot
 
 _KEEP = 4096  # samples of steps
+_emulated: Any = None  # tests: (what makes native runtimes, processors) on a CPU
 
 
 class Pipeline:
@@ -52,6 +57,8 @@ class Pipeline:
         self.mesh = mesh
         self._prep, self._step = prep, train_step
         self._compiled = compile_prep(prep, self.options)
+        self._made_engine: Engine | None = None
+        self._offline: Engine | None = None
         self._source: Source | None = None
         self._position = 0
         self._running = threading.Lock()
@@ -88,12 +95,15 @@ class Pipeline:
             source = self._source_for(raw_batches, start)
             self._position = source.position
             o = self.options
-            with Ring(source, self._device(), o.slots, o.close_timeout_s, o.copy) as ring:
-                yield from self._steps(ring, state)
+            device = self._device()
+            with Ring(source, device, o.slots, o.close_timeout_s, o.copy) as ring:
+                yield from self._steps(ring, device, state)
         finally:
             self._running.release()
 
-    def _steps(self, ring: Ring, state: Any) -> Generator[tuple[Any, Any], None, None]:
+    def _steps(
+        self, ring: Ring, device: Device, state: Any
+    ) -> Generator[tuple[Any, Any], None, None]:
         flying: collections.deque[Any] = collections.deque()
         while True:
             asked = time.perf_counter()
@@ -105,7 +115,7 @@ class Pipeline:
             came = time.perf_counter()
             if self._seen is None:
                 self._seen = like(state)
-            state, metrics = self._step(state, prepared.batch)
+            state, metrics = device.step(state, prepared.batch)
             self._position = number + 1
             ring.done()
             flying.append(metrics)
@@ -131,7 +141,64 @@ class Pipeline:
         return self._source
 
     def _device(self) -> Device:
-        return Threads(self._ingest, self._compiled, self._place, self.options.workers)
+        engine = self._engine()
+        if engine is None:
+            return Threads(
+                self._ingest, self._compiled, self._place, self._step, self.options.workers
+            )
+        strict = self.options.runtime == "stream"
+        return Streams(engine, self._ingest, self._compiled, self._step, strict)
+
+    def _engine(self) -> Engine | None:
+        """What runs preprocessing on a GPU, made at the first run; None: threads do."""
+        if self._made_engine is None and self._may_stream():
+            self._made_engine = self.make_engine(self.options.slots, self._schedule_of)
+        return self._made_engine
+
+    def _may_stream(self) -> bool:
+        if self.options.runtime == "threads":
+            return False
+        strict = self.options.runtime == "stream"
+        if self.mesh is not None:
+            if strict:
+                raise PipelineError("Pipeline: the stream runtime takes one device, not a mesh")
+            return False
+        if not staging.is_staged(jax.devices()[0]) and _emulated is None:
+            if strict:
+                raise PipelineError(
+                    f"Pipeline: the stream runtime needs a CUDA device; JAX runs on {jax.devices()[0].platform}"
+                )
+            return False
+        return True
+
+    def make_engine(
+        self, slots: int, schedule: Callable[[PrepKernels], rt.Schedule], profile: bool = False
+    ) -> Engine:
+        """Another engine for this pipeline's program and step, as `corun.measure` needs."""
+        device = jax.devices()[0]
+        make, processors = _emulated or (rt.on_cuda(device), rt.processors_of(device))
+        return Engine(
+            self._prep,
+            self._step,
+            make,
+            device,
+            processors,
+            slots,
+            schedule,
+            profile or self.options.profile,
+        )
+
+    def _schedule_of(self, kernels: PrepKernels) -> rt.Schedule:
+        """The plan's, as far as there is one for these kernels; else everything beside the step's beginning."""
+        return rt.whole(kernels, rt.PLAN, self.options.max_share)
+
+    @property
+    def runtime(self) -> str:
+        """What prepares batches: "threads", "stream", or why it is not the stream. Known after the first batch."""
+        engine = self._made_engine
+        if engine is None:
+            return "threads"
+        return f"threads: {engine.why}" if engine.why else "stream"
 
     def _place(self, batch: Any) -> Any:
         return batch if self.mesh is None else jax.tree.map(self._shard, batch)
@@ -168,6 +235,12 @@ class Pipeline:
     def prepare(self, raw: Any) -> Any:
         """One batch, prepared here and now: what `train_step` gets for this raw batch."""
         raw = snapshot(raw) if self.options.copy else raw  # JAX may go on reading numpy's memory
+        if self._may_stream():
+            if self._offline is None:
+                self._offline = self.make_engine(1, lambda k: rt.whole(k, rt.SEQUENTIAL))
+            made = columns(raw)
+            if self._offline.program_or_none(made, self.options.runtime == "stream") is not None:
+                return self._offline.prepare(made)
         return jax.block_until_ready(self._place(self._compiled(columns(raw))))
 
     def train_step(self, state: Any, batch: Any) -> tuple[Any, Any]:

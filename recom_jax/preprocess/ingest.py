@@ -194,6 +194,8 @@ def _lists(x: Any) -> tuple[np.ndarray, Any, np.ndarray]:
 def _padded(x: Any, capacity: int) -> Any:
     def grow(a: Any) -> np.ndarray:
         host = np.asarray(a)
+        if len(host) == capacity:
+            return host
         return np.concatenate([host, np.zeros((capacity - len(host), *host.shape[1:]), host.dtype)])
 
     return jax.tree.map(grow, x)

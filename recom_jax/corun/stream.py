@@ -1,0 +1,235 @@
+"""The CUDA form of `device.Device`: raw batches go through page-locked slots to a ring in device memory, kernels on a stream
+of our own prepare them, and the step takes its batch from a slot. The host waits for nothing but its own memory.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from recom_jax.corun import runtime as rt
+from recom_jax.corun.device import Prepared
+from recom_jax.corun.kernels import PrepKernels, compile_prep
+from recom_jax.corun.symbols import Unsupported
+from recom_jax.errors import CudaError, PipelineError
+from recom_jax.lowering import warn_once
+
+_MOST = 8  # programs kept: one for each set of shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """A batch in a slot, on its way or there: what `Prepared.batch` is here."""
+
+    program: Program
+    slot: int
+
+
+class Program:
+    """Kernels, ring and step for one set of shapes."""
+
+    def __init__(
+        self, key: Any, capacities: dict[str, int], runtime: rt.PrepRuntime, step: rt.Step
+    ) -> None:
+        self.key, self.capacities, self.runtime, self.step = key, capacities, runtime, step
+        self.take = jax.jit(runtime.batch)
+
+    def fits(self, key: Any, capacities: dict[str, int]) -> bool:
+        return key == self.key and all(
+            n <= self.capacities[name] for name, n in capacities.items()
+        )
+
+
+class Engine:
+    """Programs for the shapes that come, kept over the runs of a pipeline.
+
+    Args:
+      prep, step: the user's.
+      make: what makes native runtimes; device: where; processors: its multiprocessors.
+      slots: batches in a ring.
+      schedule: kernels -> schedule; called once for each program, and again after `reschedule`.
+      profile: time each kernel.
+    """
+
+    def __init__(
+        self,
+        prep: Callable[[Any], Any],
+        step: Callable[[Any, Any], Any],
+        make: rt.Make,
+        device: Any,
+        processors: int,
+        slots: int,
+        schedule: Callable[[PrepKernels], rt.Schedule],
+        profile: bool = False,
+    ) -> None:
+        self._prep, self._step = prep, step
+        self._make, self.device, self.processors = make, device, processors
+        self.slots, self._schedule, self._profile = slots, schedule, profile
+        self._programs: list[Program] = []
+        self._kernels: dict[Any, PrepKernels] = {}
+        self._lock = threading.Lock()
+        self.why = ""
+
+    def program(self, columns: Any) -> Program:
+        """The program for these columns; compiles one where there is none.
+
+        Raises:
+          Unsupported: kernels cannot express `prep`.
+        """
+        key, capacities = rt.rows_and_capacities(columns)
+        with self._lock:
+            for p in self._programs:
+                if p.fits(key, capacities):
+                    return p
+            roomy = rt.roomy(capacities)
+            kernels = self.kernels(columns, roomy)
+            runtime = rt.PrepRuntime(
+                kernels,
+                self._schedule(kernels),
+                self.slots,
+                self._make,
+                self.processors,
+                self._profile,
+            )
+            made = Program(key, roomy, runtime, rt.Step(self._step, runtime, self.device))
+            self._programs.append(made)
+            return made
+
+    def program_or_none(self, columns: Any, strict: bool) -> Program | None:
+        """The same, or None where kernels cannot express `prep`; `why` says why."""
+        if self.why and not strict:
+            return None
+        try:
+            return self.program(columns)
+        except (Unsupported, CudaError) as why:
+            self.why = str(why)
+            if strict:
+                raise PipelineError(
+                    f"Pipeline: no kernels for this preprocessing program: {why}; corun.Options(runtime='auto') runs "
+                    "it by XLA"
+                ) from why
+            warn_once(f"recom_jax.corun: preprocessing runs by XLA, not beside the step: {why}")
+            return None
+
+    def kernels(self, columns: Any, capacities: dict[str, int]) -> PrepKernels:
+        key = (rt.rows_and_capacities(columns)[0], tuple(sorted(capacities.items())))
+        if key not in self._kernels:
+            while len(self._kernels) >= _MOST:
+                self._kernels.pop(next(iter(self._kernels)))
+            self._kernels[key] = compile_prep(self._prep, rt.like_with(columns, capacities))
+        return self._kernels[key]
+
+    def reschedule(self, schedule: Callable[[PrepKernels], rt.Schedule]) -> None:
+        """Another schedule; to be called between runs. Programs are made anew, kernels are kept."""
+        with self._lock:
+            self._schedule = schedule
+            programs, self._programs = self._programs, []
+        for p in programs:
+            p.runtime.close()
+
+    def trim(self) -> None:
+        """Lets go of all but the latest programs; to be called between runs."""
+        with self._lock:
+            old, self._programs = self._programs[:-_MOST], self._programs[-_MOST:]
+        for p in old:
+            p.runtime.close()
+
+    def prepare(self, columns: Any) -> Any:
+        """A batch prepared here and now, by the same kernels."""
+        p = self.program(columns)
+        slot = p.runtime.pack(columns)
+        token = p.runtime.token(slot, self.device, False)
+        return jax.block_until_ready(p.take(token))
+
+    def stats(self) -> dict[str, int]:
+        """Sums of the programs' counters."""
+        found: dict[str, int] = {}
+        for p in self._programs:
+            for name, n in p.runtime.native.stats.items():
+                found[name] = found.get(name, 0) + n
+        return found
+
+    def times(self) -> tuple[tuple[str, list[float]], ...]:
+        """(kernel, milliseconds of it) of the latest program, where kernels are timed."""
+        if not self._programs:
+            return ()
+        r = self._programs[-1].runtime
+        rows = r.native.times
+        return tuple((x.name, [row[k] for row in rows]) for k, x in enumerate(r.launched))
+
+    def close(self) -> None:
+        with self._lock:
+            programs, self._programs = self._programs, []
+        for p in programs:
+            p.runtime.close()
+
+
+class Streams:
+    """One run's `Device`: packs on a thread, in order.
+
+    A program that kernels cannot express is run by XLA instead, on that thread: right, but not beside the step.
+
+    Args:
+      engine: programs; ingest: makes columns of a raw batch.
+      plain: the preprocessing program compiled by XLA; step: the user's step, for what it prepares.
+      strict: raise `PipelineError` rather than use `plain`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ingest: Callable[[Any], Any],
+        plain: Callable[[Any], Any],
+        step: Callable[[Any, Any], Any],
+        strict: bool,
+    ) -> None:
+        self._engine, self._ingest, self._plain = engine, ingest, plain
+        self._step, self._strict = step, strict
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "recom-corun-pack")
+        self._waiting: list[Staged] = []
+        self._lock = threading.Lock()
+        self._last: Any = None
+
+    def submit(self, raw: Any) -> concurrent.futures.Future[Prepared]:
+        return self._pool.submit(self._run, raw)
+
+    def _run(self, raw: Any) -> Prepared:
+        begun = time.perf_counter()
+        columns = self._ingest(raw)
+        ready = time.perf_counter()
+        program = self._engine.program_or_none(columns, self._strict)
+        if program is None:
+            batch = jax.block_until_ready(self._plain(columns))
+            return Prepared(batch, ready - begun, time.perf_counter() - ready)
+        staged = Staged(program, program.runtime.pack(columns))
+        with self._lock:
+            self._waiting.append(staged)
+        return Prepared(staged, ready - begun, time.perf_counter() - ready)
+
+    def step(self, state: Any, batch: Any) -> Any:
+        if not isinstance(batch, Staged):
+            return self._step(state, batch)
+        made = batch.program.step(state, batch.slot)
+        with self._lock:  # a step that failed before it took the batch leaves it to `close`
+            self._waiting.remove(batch)
+        self._last = made[1]
+        return made
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            left, self._waiting = self._waiting, []
+        try:
+            jax.block_until_ready(self._last)  # steps that have not taken their batch yet
+        except Exception:  # it was raised where the step's results were asked for
+            self._engine.close()
+            return
+        for batch in left:
+            batch.program.runtime.native.abandon(batch.slot)
+        self._engine.trim()
