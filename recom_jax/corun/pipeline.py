@@ -59,6 +59,7 @@ class Pipeline:
         self._compiled = compile_prep(prep, self.options)
         self._made_engine: Engine | None = None
         self._offline: Engine | None = None
+        self._step_on_stream: rt.Steps | None = None
         self._source: Source | None = None
         self._position = 0
         self._running = threading.Lock()
@@ -179,7 +180,7 @@ class Pipeline:
         make, processors = _emulated or (rt.on_cuda(device), rt.processors_of(device))
         return Engine(
             self._prep,
-            self._step,
+            self._steps_of(device),
             make,
             device,
             processors,
@@ -187,6 +188,11 @@ class Pipeline:
             schedule,
             profile or self.options.profile,
         )
+
+    def _steps_of(self, device: Any) -> rt.Steps:
+        if self._step_on_stream is None:
+            self._step_on_stream = rt.Steps(self._step, device)
+        return self._step_on_stream
 
     def _schedule_of(self, kernels: PrepKernels) -> rt.Schedule:
         """The plan's, as far as there is one for these kernels; else everything beside the step's beginning."""

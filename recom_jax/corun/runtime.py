@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -148,7 +148,7 @@ class PrepRuntime:
         self._lock = threading.Lock()
         self._threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
-    def pack(self, raw: Any) -> int:
+    def pack(self, leaves: Sequence[Any]) -> int:
         """Copies the leaves of columns into a slot and starts their way to the device; the slot.
 
         Waits for a slot. Lists may be shorter than the program's capacity.
@@ -156,7 +156,7 @@ class PrepRuntime:
         slot: int = self.native.acquire()
         try:
             parts, keep = [], []
-            for leaf, x in zip(self.kernels.leaves, jax.tree.leaves(raw), strict=True):
+            for leaf, x in zip(self.kernels.leaves, leaves, strict=True):
                 a = np.asarray(x)
                 if a.dtype != leaf.dtype or not a.flags.c_contiguous:
                     a = np.ascontiguousarray(a, leaf.dtype)
@@ -184,75 +184,96 @@ class PrepRuntime:
                         found.append(made)
             return found[slot]
 
-    def batch(self, token: Any) -> Any:
-        """In a jitted function: the prepared batch of a slot."""
-        leaves = calls.take(token, self.kernels.results)
-        return jax.tree.unflatten(self.kernels.out_tree, leaves)
-
     def close(self) -> None:
         """Waits for what runs, and lets go of the slots."""
         self.native.close()
 
 
-class Step:
-    """The user's step, with its batch taken from a slot.
+class Steps:
+    """The user's step, with its batch taken from a slot: compiled once for each kind of state and batch, whatever the
+    schedule.
 
     Args:
       step: (state, batch) -> (state, metrics). What it donates of the state is donated.
       device: where it runs, unless the state is committed to another device.
     """
 
-    def __init__(self, step: Callable[[Any, Any], Any], runtime: PrepRuntime, device: Any) -> None:
-        self._step, self._runtime, self._device = step, runtime, device
+    def __init__(self, step: Callable[[Any, Any], Any], device: Any) -> None:
+        self._step, self._device = step, device
         self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, state: Any, slot: int) -> Any:
+    def __call__(self, state: Any, runtime: PrepRuntime, slot: int) -> Any:
         leaves, tree = jax.tree.flatten(state)
-        run = self._compiled.get(tree)
+        key = (tree, runtime.kernels.out_tree, runtime.kernels.results)
+        run = self._compiled.get(key)
         if run is None:
-            run = self._compiled[tree] = self._compile(tree, state)
+            run = self._compiled[key] = self._compile(tree, state, runtime.kernels)
         home, committed = staging.home_of([x for x in leaves if isinstance(x, jax.Array)])
-        token = self._runtime.token(slot, home or self._device, committed)
+        token = runtime.token(slot, home or self._device, committed)
         with calls.marking():
             return run(token, *leaves)
 
-    def _compile(self, tree: Any, state: Any) -> Any:
+    def _compile(self, tree: Any, state: Any, kernels: PrepKernels) -> Any:
         from recom_jax.corun.probe import donated_inputs
 
         def run(token: Any, *leaves: Any) -> Any:
-            return self._step(jax.tree.unflatten(tree, leaves), self._runtime.batch(token))
+            return self._step(jax.tree.unflatten(tree, leaves), take_batch(kernels, token))
 
-        batch = jax.tree.unflatten(
-            self._runtime.kernels.out_tree,
-            [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in self._runtime.kernels.results],
-        )
+        kinds = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in kernels.results]
+        batch = jax.tree.unflatten(kernels.out_tree, kinds)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state)
         donated = donated_inputs(self._step, like, batch)[: len(jax.tree.leaves(state))]
         return jax.jit(run, donate_argnums=[1 + k for k, d in enumerate(donated) if d])
 
 
+def take_batch(kernels: PrepKernels, token: Any) -> Any:
+    """In a jitted function: the prepared batch in the slot that the token stands for."""
+    return jax.tree.unflatten(kernels.out_tree, calls.take(token, kernels.results))
+
+
 # ---- shapes --------------------------------------------------------------------------------------------------
 
 
-def rows_and_capacities(raw: Any) -> tuple[Any, dict[str, int]]:
-    """What of columns must be equal for a program to fit them, and the capacity of each list column."""
-    capacities = {name: x.capacity for name, x in raw.items() if isinstance(x, Jagged)}
-    exact = []
-    for name, x in raw.items():
-        lists = isinstance(x, Jagged)
-        leaves, tree = jax.tree.flatten(x)
-        inner = len(jax.tree.leaves(x.values)) if lists else 0
-        exact.append(
-            (
-                name,
-                tree,
-                tuple(
-                    (str(np.asarray(a).dtype), np.shape(a)[1:] if lists and k < inner else np.shape(a))
-                    for k, a in enumerate(leaves)
-                ),
-            )
-        )
-    return tuple(exact), capacities
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shapes:
+    """What columns a program takes.
+
+    Attributes:
+      tree: their structure; kinds: (dtype, shape) of each leaf; lists: whether a leaf holds the values of lists, which
+        may be fewer.
+    """
+
+    tree: Any
+    kinds: tuple[tuple[Any, tuple[int, ...]], ...]
+    lists: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, like: Any) -> Shapes:
+        leaves, tree = jax.tree.flatten(like)
+        lists: list[bool] = []
+        for name in sorted(like):  # as dicts are flattened
+            x = like[name]
+            inner = len(jax.tree.leaves(x.values)) if isinstance(x, Jagged) else 0
+            lists += [k < inner for k in range(len(jax.tree.leaves(x)))]
+        return cls(tree, tuple((np.dtype(a.dtype), tuple(a.shape)) for a in leaves), tuple(lists))
+
+    def fit(self, leaves: Sequence[Any], tree: Any) -> bool:
+        """Whether columns of these leaves are taken."""
+        if tree != self.tree:
+            return False
+        for a, (dtype, shape), lists in zip(leaves, self.kinds, self.lists, strict=True):
+            if a.dtype != dtype and jax.dtypes.canonicalize_dtype(a.dtype) != dtype:
+                return False
+            if a.shape != shape and not (
+                lists and a.shape[1:] == shape[1:] and a.shape[0] <= shape[0]
+            ):
+                return False
+        return True
+
+
+def capacities_of(raw: Any) -> dict[str, int]:
+    """The capacity of each list column."""
+    return {name: x.capacity for name, x in raw.items() if isinstance(x, Jagged)}
 
 
 def like_with(raw: Any, capacities: dict[str, int]) -> Any:
@@ -285,6 +306,6 @@ def ring_bytes(kernels: PrepKernels, slots: int) -> tuple[int, int]:
 
 
 __all__ = [
-    "EAGER", "PLAN", "SEQUENTIAL", "Launch", "Make", "PrepRuntime", "Schedule", "Step", "like_with", "on_cuda",
-    "processors_of", "ring_bytes", "roomy", "rows_and_capacities", "unfused", "whole",
+    "EAGER", "PLAN", "SEQUENTIAL", "Launch", "Make", "PrepRuntime", "Schedule", "Steps", "like_with", "on_cuda",
+    "Shapes", "capacities_of", "processors_of", "ring_bytes", "roomy", "take_batch", "unfused", "whole",
 ]  # fmt: skip

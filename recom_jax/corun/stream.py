@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from recom_jax.corun import runtime as rt
 from recom_jax.corun.device import Prepared
@@ -32,25 +34,18 @@ class Staged:
 
 
 class Program:
-    """Kernels, ring and step for one set of shapes."""
+    """Kernels and ring for one set of shapes."""
 
-    def __init__(
-        self, key: Any, capacities: dict[str, int], runtime: rt.PrepRuntime, step: rt.Step
-    ) -> None:
-        self.key, self.capacities, self.runtime, self.step = key, capacities, runtime, step
-        self.take = jax.jit(runtime.batch)
-
-    def fits(self, key: Any, capacities: dict[str, int]) -> bool:
-        return key == self.key and all(
-            n <= self.capacities[name] for name, n in capacities.items()
-        )
+    def __init__(self, shapes: rt.Shapes, runtime: rt.PrepRuntime) -> None:
+        self.shapes, self.runtime = shapes, runtime
+        self.take = jax.jit(functools.partial(rt.take_batch, runtime.kernels))
 
 
 class Engine:
     """Programs for the shapes that come, kept over the runs of a pipeline.
 
     Args:
-      prep, step: the user's.
+      prep: the user's; steps: the user's step.
       make: what makes native runtimes; device: where; processors: its multiprocessors.
       slots: batches in a ring.
       schedule: kernels -> schedule; called once for each program, and again after `reschedule`.
@@ -60,7 +55,7 @@ class Engine:
     def __init__(
         self,
         prep: Callable[[Any], Any],
-        step: Callable[[Any, Any], Any],
+        steps: rt.Steps,
         make: rt.Make,
         device: Any,
         processors: int,
@@ -68,7 +63,7 @@ class Engine:
         schedule: Callable[[PrepKernels], rt.Schedule],
         profile: bool = False,
     ) -> None:
-        self._prep, self._step = prep, step
+        self._prep, self.steps = prep, steps
         self._make, self.device, self.processors = make, device, processors
         self.slots, self._schedule, self._profile = slots, schedule, profile
         self._programs: list[Program] = []
@@ -76,19 +71,20 @@ class Engine:
         self._lock = threading.Lock()
         self.why = ""
 
-    def program(self, columns: Any) -> Program:
-        """The program for these columns; compiles one where there is none.
+    def program(self, columns: Any) -> tuple[Program, list[Any]]:
+        """The program for these columns, and their leaves; compiles one where there is none.
 
         Raises:
           Unsupported: kernels cannot express `prep`.
         """
-        key, capacities = rt.rows_and_capacities(columns)
+        leaves, tree = jax.tree.flatten(columns)
+        leaves = [a if hasattr(a, "dtype") else np.asarray(a) for a in leaves]
         with self._lock:
-            for p in self._programs:
-                if p.fits(key, capacities):
-                    return p
-            roomy = rt.roomy(capacities)
-            kernels = self.kernels(columns, roomy)
+            for p in reversed(self._programs):
+                if p.shapes.fit(leaves, tree):
+                    return p, leaves
+            like = rt.like_with(columns, rt.roomy(rt.capacities_of(columns)))
+            kernels = self._kernels_for(like)
             runtime = rt.PrepRuntime(
                 kernels,
                 self._schedule(kernels),
@@ -97,11 +93,13 @@ class Engine:
                 self.processors,
                 self._profile,
             )
-            made = Program(key, roomy, runtime, rt.Step(self._step, runtime, self.device))
+            made = Program(rt.Shapes.of(like), runtime)
             self._programs.append(made)
-            return made
+            return made, leaves
 
-    def program_or_none(self, columns: Any, strict: bool) -> Program | None:
+    def program_or_none(
+        self, columns: Any, strict: bool
+    ) -> tuple[Program, list[Any]] | None:
         """The same, or None where kernels cannot express `prep`; `why` says why."""
         if self.why and not strict:
             return None
@@ -117,12 +115,12 @@ class Engine:
             warn_once(f"recom_jax.corun: preprocessing runs by XLA, not beside the step: {why}")
             return None
 
-    def kernels(self, columns: Any, capacities: dict[str, int]) -> PrepKernels:
-        key = (rt.rows_and_capacities(columns)[0], tuple(sorted(capacities.items())))
+    def _kernels_for(self, like: Any) -> PrepKernels:
+        key = str(jax.tree.flatten(like))
         if key not in self._kernels:
             while len(self._kernels) >= _MOST:
                 self._kernels.pop(next(iter(self._kernels)))
-            self._kernels[key] = compile_prep(self._prep, rt.like_with(columns, capacities))
+            self._kernels[key] = compile_prep(self._prep, like)
         return self._kernels[key]
 
     def reschedule(self, schedule: Callable[[PrepKernels], rt.Schedule]) -> None:
@@ -142,8 +140,8 @@ class Engine:
 
     def prepare(self, columns: Any) -> Any:
         """A batch prepared here and now, by the same kernels."""
-        p = self.program(columns)
-        slot = p.runtime.pack(columns)
+        p, leaves = self.program(columns)
+        slot = p.runtime.pack(leaves)
         token = p.runtime.token(slot, self.device, False)
         return jax.block_until_ready(p.take(token))
 
@@ -203,11 +201,12 @@ class Streams:
         begun = time.perf_counter()
         columns = self._ingest(raw)
         ready = time.perf_counter()
-        program = self._engine.program_or_none(columns, self._strict)
-        if program is None:
+        found = self._engine.program_or_none(columns, self._strict)
+        if found is None:
             batch = jax.block_until_ready(self._plain(columns))
             return Prepared(batch, ready - begun, time.perf_counter() - ready)
-        staged = Staged(program, program.runtime.pack(columns))
+        program, leaves = found
+        staged = Staged(program, program.runtime.pack(leaves))
         with self._lock:
             self._waiting.append(staged)
         return Prepared(staged, ready - begun, time.perf_counter() - ready)
@@ -215,7 +214,7 @@ class Streams:
     def step(self, state: Any, batch: Any) -> Any:
         if not isinstance(batch, Staged):
             return self._step(state, batch)
-        made = batch.program.step(state, batch.slot)
+        made = self._engine.steps(state, batch.program.runtime, batch.slot)
         with self._lock:  # a step that failed before it took the batch leaves it to `close`
             self._waiting.remove(batch)
         self._last = made[1]
