@@ -66,13 +66,21 @@ Runtime::Runtime(std::unique_ptr<Backend> backend, RuntimePlan plan)
     s.copied = b.event(false);
     s.ready = b.event(false);
     s.consumed = b.event(false);
-    for (size_t i = 0; plan_.profile && i < plan_.kernels.size(); ++i) {
-      s.begun.push_back(b.event(true));
-      s.ended.push_back(b.event(true));
-    }
     slots_.push_back(std::move(s));
     stats_.host_bytes += plan_.in_bytes;
     stats_.device_bytes += plan_.in_bytes + out;
+  }
+  for (int k = 0; plan_.profile && k < 2 * plan_.slots + 8; ++k) {
+    Sample s;
+    for (size_t i = 0; i < plan_.kernels.size(); ++i) {
+      s.begun.push_back(b.event(true));
+      s.ended.push_back(b.event(true));
+    }
+    for (size_t i = 0; i < plan_.stages.size(); ++i) s.marks.push_back(b.event(true));
+    s.marked.resize(plan_.stages.size());
+    s.arrived = b.event(true);
+    s.taken = b.event(true);
+    samples_.push_back(std::move(s));
   }
 }
 
@@ -101,21 +109,29 @@ int Runtime::acquire() {
   ++stats_.packed;
   lock.unlock();
   backend_->host_wait(s.copied);
-  lock.lock();
-  collect(&s);
   return found;
 }
 
-void Runtime::collect(Slot* s) {
-  if (!s->timed) return;
-  s->timed = false;
-  if (!backend_->done(s->ready)) return;  // still at work: this batch's times are lost
-  std::vector<double> ms;
-  for (size_t i = 0; i < s->begun.size(); ++i) {
-    ms.push_back(backend_->elapsed_ms(s->begun[i], s->ended[i]));
+// Keeps the times of the batch that this sample was last used for, and begins anew.
+void Runtime::collect(size_t at) {
+  Sample& s = samples_[at];
+  const Sample& next = samples_[(at + 1) % samples_.size()];
+  if (s.used && s.kernels == s.begun.size() && next.used && backend_->done(next.taken)) {
+    std::vector<double> ms;
+    for (size_t i = 0; i < s.begun.size(); ++i) {
+      ms.push_back(backend_->elapsed_ms(s.begun[i], s.ended[i]));
+    }
+    for (size_t i = 0; i < s.marks.size(); ++i) {
+      ms.push_back(s.marked[i] ? backend_->elapsed_ms(s.taken, s.marks[i]) : -1);
+    }
+    ms.push_back(backend_->elapsed_ms(s.taken, next.arrived));
+    ms.push_back(backend_->elapsed_ms(s.taken, next.taken));
+    times_.push_back(std::move(ms));
+    if (times_.size() > kKeep) times_.erase(times_.begin());
   }
-  times_.push_back(std::move(ms));
-  if (times_.size() > kKeep) times_.erase(times_.begin());
+  s.kernels = 0;
+  std::fill(s.marked.begin(), s.marked.end(), 0);
+  s.used = false;
 }
 
 void Runtime::pack(int slot, const std::vector<Part>& parts, int threads) {
@@ -147,6 +163,10 @@ void Runtime::commit(int slot) {
   backend_->record(s.copied, copies_);
   s.state = State::kStaged;
   s.launched = 0;
+  if (plan_.profile) {
+    s.sample = next_sample_++ % samples_.size();
+    collect(s.sample);
+  }
   staged_.push_back(slot);
   if (plan_.mode == kEager) {
     launch(&s, kAll, true, work_);
@@ -165,7 +185,6 @@ void Runtime::abandon(int slot) {
     // Some of its kernels may run: what is put into the slot next waits for them.
     if (s.state == State::kStaged && s.launched > 0) backend_->record(s.ready, work_);
     s.state = State::kFree;
-    s.timed = false;
   }
   freed_.notify_all();
 }
@@ -190,17 +209,17 @@ void Runtime::launch(Slot* s, int last_stage, bool in_time, Stream stream) {
     p.consts = reinterpret_cast<const unsigned char*>(consts_);
     p.out = reinterpret_cast<unsigned char*>(s->out);
     p.n_tiles = k.n_tiles;
-    if (plan_.profile) backend_->record(s->begun[s->launched], stream);
+    if (plan_.profile) backend_->record(samples_[s->sample].begun[s->launched], stream);
     backend_->launch(static_cast<unsigned>(std::min(k.blocks, k.n_tiles)), p, stream);
-    if (plan_.profile) backend_->record(s->ended[s->launched], stream);
+    if (plan_.profile) {
+      backend_->record(samples_[s->sample].ended[s->launched], stream);
+      ++samples_[s->sample].kernels;
+    }
     ++s->launched;
     ++stats_.launched;
     if (!in_time) ++stats_.late;
   }
-  if (s->launched == n) {
-    backend_->record(s->ready, stream);
-    s->timed = plan_.profile;
-  }
+  if (s->launched == n) backend_->record(s->ready, stream);
 }
 
 // Launches what the running step's stage allows for the next batch.
@@ -221,6 +240,10 @@ void Runtime::mark(std::string_view name, Stream xla) {
     ++stats_.marks;
     stage_ = static_cast<int>(k) + 1;
     backend_->record(marker_, xla);
+    if (plan_.profile) {
+      backend_->record(samples_[running_].marks[k], xla);
+      samples_[running_].marked[k] = 1;
+    }
     advance();
     return;
   }
@@ -238,6 +261,7 @@ void Runtime::take(int slot, const std::vector<std::pair<Address, int64_t>>& res
       need(results[i].second == plan_.results[i].bytes, "a result of the wrong size");
     Slot& s = slots_[slot];
     const bool sequential = plan_.mode == kSequential;
+    if (plan_.profile) backend_->record(samples_[s.sample].arrived, xla);
     launch(&s, kAll, sequential, sequential ? xla : work_);
     if (plan_.kernels.empty()) launch(&s, kAll, true, work_);
     backend_->wait(xla, s.ready);
@@ -252,6 +276,11 @@ void Runtime::take(int slot, const std::vector<std::pair<Address, int64_t>>& res
     ++stats_.taken;
     stage_ = 0;
     backend_->record(marker_, xla);
+    if (plan_.profile) {
+      running_ = s.sample;
+      samples_[running_].used = true;
+      backend_->record(samples_[running_].taken, xla);
+    }
     advance();
   }
   freed_.notify_all();

@@ -85,7 +85,8 @@ class Runtime {
 
   void close();
   RuntimeStats stats();
-  // Medians are for the caller to make: milliseconds of each kernel, for each batch that was looked at.
+  // For each batch that was looked at, in milliseconds: each kernel; from the step's beginning to each stage's end;
+  // to its own end, and to the next step's beginning. -1: not seen.
   std::vector<std::vector<double>> times();
   Backend& backend() { return *backend_; }
 
@@ -97,13 +98,21 @@ class Runtime {
     Address in = 0, out = 0;
     Event copied, ready, consumed;
     size_t launched = 0;
-    std::vector<Event> begun, ended;  // of each kernel, where they are timed
-    bool timed = false;               // all of them were recorded
+    size_t sample = 0;
+  };
+  // What is timed of a batch. Looked at when its turn comes again, long after it has run.
+  struct Sample {
+    std::vector<Event> begun, ended;  // of each kernel
+    std::vector<Event> marks;         // of each stage's end
+    Event arrived, taken;  // the step's beginning, before and behind its batch
+    size_t kernels = 0;  // how many were recorded
+    std::vector<char> marked;
+    bool used = false;
   };
 
   void launch(Slot* slot, int last_stage, bool in_time, Stream stream);
   void advance();
-  void collect(Slot* slot);
+  void collect(size_t sample);
 
   std::unique_ptr<Backend> backend_;
   const RuntimePlan plan_;
@@ -115,6 +124,8 @@ class Runtime {
   Event marker_;
   Address tiles_ = 0, words_ = 0, consts_ = 0;
   int stage_ = -1;  // of the step that runs; -1: none has begun
+  std::vector<Sample> samples_;
+  size_t next_sample_ = 0, running_ = 0;
   bool closed_ = false;
   RuntimeStats stats_;
   std::vector<std::vector<double>> times_;

@@ -28,7 +28,7 @@ pytestmark = [
 SEEDS = iter(range(1 << 30))
 
 
-def make(k: kernels.PrepKernels, **plan: Any) -> Any:
+def make(k: kernels.PrepKernels, /, **plan: Any) -> Any:
     address = corun_emulation.address(k.source)
     return ffi.extension().CorunRuntime.simulated(seed=next(SEEDS), kernel=address, **plan)
 
@@ -93,3 +93,13 @@ def test_a_run_equals_one_after_the_other(slots: int) -> None:
     assert losses(pipe, batches) == one_by_one(batches)
     assert pipe.runtime == "stream"
     assert losses(pipe, batches) == one_by_one(batches)  # slots are used again
+
+
+def test_a_plan_is_made_of_the_kernels_and_executed() -> None:
+    batches = [raw_batch(k) for k in range(10)]
+    pipe = corun.Pipeline(prep, step, options=corun.Options(probe=True, profile=True))
+    plan = pipe.make_plan(start(), batches[0])
+    assert [s.name for s in plan.stages] == ["look up", "sum", "rest"]
+    assert losses(pipe, batches) == one_by_one(batches)
+    print(plan)
+    assert 0

@@ -12,18 +12,25 @@ from typing import Any
 import jax
 import numpy as np
 
+import recom_jax
 from recom_jax import stage as staging
+from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
 from recom_jax.corun.device import Device, Threads
 from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import Measured, Plan
+from recom_jax.corun.planner import plan_for, plan_for_kernels
+from recom_jax.corun.probe import REST, cut, donated_inputs, key_of_step, made_up
+from recom_jax.corun.probe_stream import Probed, probe
 from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
 from recom_jax.corun.stream import Engine, Streams
+from recom_jax.corun.units import schedule_of
 from recom_jax.errors import PipelineError
 from recom_jax.preprocess.ingest import columns, snapshot
+from recom_jax.trace import flatten
 
 _KEEP = 4096  # samples of steps
 _emulated: Any = None  # tests: (what makes native runtimes, processors) on a CPU
@@ -196,7 +203,8 @@ class Pipeline:
 
     def _schedule_of(self, kernels: PrepKernels) -> rt.Schedule:
         """The plan's, as far as there is one for these kernels; else everything beside the step's beginning."""
-        return rt.whole(kernels, rt.PLAN, self.options.max_share)
+        found = None if self._plan is None else schedule_of(self._plan, kernels)
+        return found or rt.whole(kernels, rt.PLAN, self.options.max_share)
 
     @property
     def runtime(self) -> str:
@@ -266,15 +274,55 @@ class Pipeline:
     def make_plan(self, state: Any, raw_batch: Any) -> Plan:
         """Plans for a state and a raw batch like those to come, and keeps the plan. Trains nothing.
 
-        With `Options.probe` the step's stages are compiled and timed on made-up values.
+        With `Options.probe` the step's stages are timed on made-up values: on a GPU, beside the kernels of `prep`. There
+        the next runs execute the plan.
+
+        Raises:
+          PipelineError: on a GPU, while a run is open.
         """
-        self._seen, self._raw_like = like(state), like(columns(raw_batch))
-        self._plan = self._make_plan()
+        made = columns(raw_batch)
+        self._seen, self._raw_like = like(state), like(made)
+        engine = self._engine()
+        found = None
+        if engine is not None:
+            found = engine.program_or_none(made, self.options.runtime == "stream")
+        if engine is None or found is None:
+            self._plan = self._make_plan()
+            return self._plan
+        if not self._running.acquire(blocking=False):
+            raise PipelineError("make_plan: this pipeline is running; close that run's generator first")
+        try:
+            probed = self._probe(made) if self.options.probe else None
+            kernels = found[0].runtime.kernels
+            self._plan = plan_for_kernels(kernels, probed, self._measured(), self.options)
+            self._predicted_s = self._plan.predicted_us / 1e6
+            engine.reschedule(self._schedule_of)
+        finally:
+            self._running.release()
         return self._plan
 
-    def _make_plan(self) -> Plan:
-        from recom_jax.corun.planner import plan_for
+    def _probe(self, made: Any) -> Probed:
+        """What the device leaves free beside the step, from the cache or measured now."""
+        inner = getattr(self._step, "__wrapped__", self._step)
+        kernels = self._engine().program(made)[0].runtime.kernels  # type: ignore[union-attr]
+        batch = jax.tree.unflatten(
+            kernels.out_tree, [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in kernels.results]
+        )
+        closed = flatten(jax.make_jaxpr(inner)(self._seen, batch), keep_fused=True)
+        names = [part.name for part in cut(closed) if part.name != REST]
+        donated = donated_inputs(self._step, self._seen, batch)
+        key = key_of_step(closed, donated, 0) + key_of(kernels.source, kernels.words)
+        rng = np.random.default_rng(0)
+        return probe(
+            lambda schedule: self.make_engine(3, schedule, profile=True),
+            made,
+            lambda: jax.tree.map(lambda x: made_up(x, rng), self._seen),
+            names,
+            Cache.of(recom_jax.Options()),
+            key,
+        )
 
+    def _make_plan(self) -> Plan:
         gpus = self.options.gpus or (1 if self.mesh is None else self.mesh.devices.size)
         plan = plan_for(
             self._prep, self._step, self._seen, self._raw_like, self._measured(), gpus, self.options

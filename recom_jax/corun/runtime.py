@@ -71,15 +71,15 @@ def unfused(kernels: PrepKernels, mode: int) -> Schedule:
 class Make(Protocol):
     """Makes the native runtime of a program: `CorunRuntime` on a GPU, its simulation in tests."""
 
-    def __call__(self, kernels: PrepKernels, **plan: Any) -> Any: ...
+    def __call__(self, program: PrepKernels, /, **plan: Any) -> Any: ...
 
 
 def on_cuda(device: Any) -> Make:
     """For a CUDA device of JAX."""
 
-    def make(kernels: PrepKernels, **plan: Any) -> Any:
+    def make(program: PrepKernels, /, **plan: Any) -> Any:
         ordinal = int(device.local_hardware_id)
-        return ffi.extension().CorunRuntime(device=ordinal, image=image_of(kernels.source), **plan)
+        return ffi.extension().CorunRuntime(device=ordinal, image=image_of(program.source), **plan)
 
     return make
 

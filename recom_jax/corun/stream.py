@@ -33,6 +33,21 @@ class Staged:
     slot: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Milliseconds, one for each batch that was looked at.
+
+    Attributes:
+      kernels: (name, times); stages: (marker, time from when the step has its batch to it); steps: from there to the
+        step's end; periods: from there to when the next step has its batch.
+    """
+
+    kernels: tuple[tuple[str, tuple[float, ...]], ...]
+    stages: tuple[tuple[str, tuple[float, ...]], ...]
+    steps: tuple[float, ...]
+    periods: tuple[float, ...]
+
+
 class Program:
     """Kernels and ring for one set of shapes."""
 
@@ -153,13 +168,19 @@ class Engine:
                 found[name] = found.get(name, 0) + n
         return found
 
-    def times(self) -> tuple[tuple[str, list[float]], ...]:
-        """(kernel, milliseconds of it) of the latest program, where kernels are timed."""
+    def times(self) -> Times:
+        """What the latest program's kernels and stages took, where they are timed."""
         if not self._programs:
-            return ()
+            return Times((), (), (), ())
         r = self._programs[-1].runtime
-        rows = r.native.times
-        return tuple((x.name, [row[k] for row in rows]) for k, x in enumerate(r.launched))
+        rows, n = r.native.times, len(r.launched)
+        ends = r.schedule.stages
+        kernels = tuple((x.name, tuple(row[k] for row in rows)) for k, x in enumerate(r.launched))
+        stages = tuple(
+            (name, tuple(row[n + k] for row in rows if row[n + k] >= 0)) for k, name in enumerate(ends)
+        )
+        steps, periods = (tuple(row[k] for row in rows) for k in (-2, -1))
+        return Times(kernels, stages, steps, periods)
 
     def close(self) -> None:
         with self._lock:
