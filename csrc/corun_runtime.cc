@@ -217,7 +217,7 @@ void Runtime::launch(Slot* s, int last_stage, bool in_time, Stream stream) {
     }
     ++s->launched;
     ++stats_.launched;
-    if (!in_time) ++stats_.late;
+    if (!in_time && k.stage <= static_cast<int>(plan_.stages.size())) ++stats_.late;
   }
   if (s->launched == n) backend_->record(s->ready, stream);
 }

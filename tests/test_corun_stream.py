@@ -16,6 +16,7 @@ from examples import rap_plans
 from recom_jax import corun, ffi
 from recom_jax import preprocess as pp
 from recom_jax.corun import calls, kernels, pipeline, runtime
+from recom_jax.corun.report import STREAM_MODES
 from recom_jax.corun.symbols import Unsupported
 from recom_jax.errors import PipelineError
 from tests import corun_emulation, cuda_emulation
@@ -96,10 +97,20 @@ def test_a_run_equals_one_after_the_other(slots: int) -> None:
 
 
 def test_a_plan_is_made_of_the_kernels_and_executed() -> None:
-    batches = [raw_batch(k) for k in range(10)]
+    batches = [raw_batch(k) for k in range(24)]
     pipe = corun.Pipeline(prep, step, options=corun.Options(probe=True, profile=True))
     plan = pipe.make_plan(start(), batches[0])
     assert [s.name for s in plan.stages] == ["look up", "sum", "rest"]
     assert losses(pipe, batches) == one_by_one(batches)
-    print(plan)
-    assert 0
+    report = pipe.report()
+    assert report.runtime == "stream" and report.late[1] == 24 * len(plan.kernels)
+    assert {k[0] for k in report.kernels} == {k.name for k in plan.kernels}
+    assert all(measured > 0 for _, _, measured in report.kernels)
+    assert "missed their stage" in str(report) and "prepared by: stream" in str(report)
+
+
+def test_measure_compares_all_orders_bit_for_bit() -> None:
+    batches = [raw_batch(k) for k in range(6)]
+    pipe = corun.Pipeline(prep, step)
+    report = corun.measure(pipe, start, batches, rounds=1)
+    assert [name for name, _ in report.baselines] == list(STREAM_MODES)

@@ -16,6 +16,7 @@ import recom_jax
 from recom_jax import stage as staging
 from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
+from recom_jax.corun import units
 from recom_jax.corun.device import Device, Threads
 from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.options import Options
@@ -27,7 +28,6 @@ from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
 from recom_jax.corun.stream import Engine, Streams
-from recom_jax.corun.units import schedule_of
 from recom_jax.errors import PipelineError
 from recom_jax.preprocess.ingest import columns, snapshot
 from recom_jax.trace import flatten
@@ -152,15 +152,15 @@ class Pipeline:
         engine = self._engine()
         if engine is None:
             return Threads(
-                self._ingest, self._compiled, self._place, self._step, self.options.workers
+                self.ingest, self._compiled, self._place, self._step, self.options.workers
             )
         strict = self.options.runtime == "stream"
-        return Streams(engine, self._ingest, self._compiled, self._step, strict)
+        return Streams(engine, self.ingest, self._compiled, self._step, strict)
 
     def _engine(self) -> Engine | None:
         """What runs preprocessing on a GPU, made at the first run; None: threads do."""
         if self._made_engine is None and self._may_stream():
-            self._made_engine = self.make_engine(self.options.slots, self._schedule_of)
+            self._made_engine = self.make_engine(self.options.slots, self.schedule_of)
         return self._made_engine
 
     def _may_stream(self) -> bool:
@@ -201,10 +201,16 @@ class Pipeline:
             self._step_on_stream = rt.Steps(self._step, device)
         return self._step_on_stream
 
-    def _schedule_of(self, kernels: PrepKernels) -> rt.Schedule:
+    def schedule_of(self, kernels: PrepKernels) -> rt.Schedule:
         """The plan's, as far as there is one for these kernels; else everything beside the step's beginning."""
-        found = None if self._plan is None else schedule_of(self._plan, kernels)
+        found = None if self._plan is None else units.schedule_of(self._plan, kernels)
         return found or rt.whole(kernels, rt.PLAN, self.options.max_share)
+
+    def streams(self, raw: Any) -> bool:
+        """Whether batches like this one are prepared by kernels on a stream of ours."""
+        engine = self._engine()
+        strict = self.options.runtime == "stream"
+        return engine is not None and engine.program_or_none(columns(raw), strict) is not None
 
     @property
     def runtime(self) -> str:
@@ -269,7 +275,8 @@ class Pipeline:
     def keep_baselines(self, times: dict[str, list[float]]) -> None:
         """Seconds of a step in each mode, for `report`."""
         self._baselines |= {name: tuple(values) for name, values in times.items()}
-        self._plan = None  # the next one knows more
+        if self._made_engine is None:
+            self._plan = None  # the next one knows more; one that is executed stays
 
     def make_plan(self, state: Any, raw_batch: Any) -> Plan:
         """Plans for a state and a raw batch like those to come, and keeps the plan. Trains nothing.
@@ -296,7 +303,7 @@ class Pipeline:
             kernels = found[0].runtime.kernels
             self._plan = plan_for_kernels(kernels, probed, self._measured(), self.options)
             self._predicted_s = self._plan.predicted_us / 1e6
-            engine.reschedule(self._schedule_of)
+            engine.reschedule(self.schedule_of)
         finally:
             self._running.release()
         return self._plan
@@ -323,6 +330,11 @@ class Pipeline:
         )
 
     def _make_plan(self) -> Plan:
+        kernels = None if self._made_engine is None else self._made_engine.latest()
+        if kernels is not None:
+            plan = plan_for_kernels(kernels, None, self._measured(), self.options)
+            self._predicted_s = plan.predicted_us / 1e6
+            return plan
         gpus = self.options.gpus or (1 if self.mesh is None else self.mesh.devices.size)
         plan = plan_for(
             self._prep, self._step, self._seen, self._raw_like, self._measured(), gpus, self.options
@@ -346,7 +358,8 @@ class Pipeline:
             1e6 * statistics.median(s.prep_s for s in warm),
         )
 
-    def _ingest(self, raw: Any) -> Any:
+    def ingest(self, raw: Any) -> Any:
+        """Columns of a raw batch; the first one says what the plan is for."""
         made = columns(raw)
         if self._raw_like is None:
             self._raw_like = like(made)
@@ -354,7 +367,23 @@ class Pipeline:
 
     def report(self) -> Report:
         """Times of the steps so far, beside the baselines that `measure` took."""
-        return Report.of(tuple(self._samples), dict(self._baselines), self._predicted_s)
+        engine = self._made_engine
+        if engine is None:
+            return Report.of(tuple(self._samples), dict(self._baselines), self._predicted_s)
+        predicted = {} if self._plan is None else {k.name: k.duration_us for k in self._plan.kernels}
+        kernels = tuple(
+            (name, predicted[name] / 1e6, statistics.median(values) / 1e3)
+            for name, values in engine.times().kernels
+            if values and name in predicted
+        )
+        return Report.of(
+            tuple(self._samples),
+            dict(self._baselines),
+            self._predicted_s,
+            self.runtime,
+            kernels,
+            engine.stats(),
+        )
 
 
 def compile_prep(prep: Callable[[Any], Any], options: Options) -> Callable[[Any], Any]:

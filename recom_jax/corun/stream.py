@@ -138,6 +138,10 @@ class Engine:
             self._kernels[key] = compile_prep(self._prep, like)
         return self._kernels[key]
 
+    def latest(self) -> PrepKernels | None:
+        """The kernels of the program made last."""
+        return self._programs[-1].runtime.kernels if self._programs else None
+
     def reschedule(self, schedule: Callable[[PrepKernels], rt.Schedule]) -> None:
         """Another schedule; to be called between runs. Programs are made anew, kernels are kept."""
         with self._lock:
