@@ -119,12 +119,9 @@ void bind_corun(py::module_& m) {
              const py::gil_scoped_release released;
              r->close();
            })
-      .def("register_token",
-           [](const std::shared_ptr<Runtime>& r, uintptr_t token, int slot) {
-             corun::register_token(token, r, slot);
-           })
-      .def_property_readonly("processors",
-                             [](Runtime& r) { return r.backend().processors(); })
+      .def("register_token", [](const std::shared_ptr<Runtime>& r, uintptr_t token,
+                                int slot) { corun::register_token(token, r, slot); })
+      .def_property_readonly("processors", [](Runtime& r) { return r.backend().processors(); })
       .def_property_readonly("stats", &stats)
       .def_property_readonly("times", &Runtime::times);
 }

@@ -13,9 +13,9 @@
 namespace recom::corun {
 namespace {
 
-constexpr int64_t kPiece = 256 << 10;   // bytes that a thread packs at a time
-constexpr size_t kKeep = 512;           // batches whose times are kept
-constexpr int kAll = 1 << 30;           // "up to the last stage"
+constexpr int64_t kPiece = 256 << 10;  // bytes that a thread packs at a time
+constexpr size_t kKeep = 512;          // batches whose times are kept
+constexpr int kAll = 1 << 30;          // "up to the last stage"
 
 void need(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(std::string("recom corun: ") + what);
@@ -140,8 +140,8 @@ void Runtime::pack(int slot, const std::vector<Part>& parts, int threads) {
     need(p.bytes >= 0 && p.offset >= 0 && p.offset <= plan_.in_bytes - p.bytes,
          "a part outside its slot");
     for (int64_t at = 0; at < p.bytes; at += kPiece) {
-      pieces.push_back({p.from + static_cast<uintptr_t>(at), std::min(kPiece, p.bytes - at),
-                        p.offset + at});
+      pieces.push_back(
+          {p.from + static_cast<uintptr_t>(at), std::min(kPiece, p.bytes - at), p.offset + at});
     }
   }
   char* const host = static_cast<char*>(slots_.at(slot).host);

@@ -1,14 +1,14 @@
-// Co-running on a device: a ring of batches that we own, preprocessing kernels on a stream of our own,
-// started where the train step's stages begin. Nothing here waits for the device except `acquire`,
-// which the packing thread calls, and the end.
+// Co-running on a device: a ring of batches that we own, preprocessing kernels on a stream of our
+// own, started where the train step's stages begin. Nothing here waits for the device except
+// `acquire`, which the packing thread calls, and the end.
 //
 //   packing thread   acquire -> pack -> commit           (or abandon)
 //   XLA's thread     take (start of a step), mark (end of a stage)
 //
 // What protects a slot, all by device events:
-//   copied    the raw batch has arrived: kernels wait for it; the packing thread, before it packs again
-//   ready     the kernels have run: XLA's stream waits for it in `take`; the next raw batch's copy too
-//   consumed  XLA has copied the results: the next batch's kernels wait for it
+//   copied    the raw batch has arrived: kernels wait for it; the packing thread, before it packs
+//   again ready     the kernels have run: XLA's stream waits for it in `take`; the next raw batch's
+//   copy too consumed  XLA has copied the results: the next batch's kernels wait for it
 
 #ifndef RECOM_JAX_CSRC_CORUN_RUNTIME_H_
 #define RECOM_JAX_CSRC_CORUN_RUNTIME_H_
@@ -85,8 +85,8 @@ class Runtime {
 
   void close();
   RuntimeStats stats();
-  // For each batch that was looked at, in milliseconds: each kernel; from the step's beginning to each stage's end;
-  // to its own end, and to the next step's beginning. -1: not seen.
+  // For each batch that was looked at, in milliseconds: each kernel; from the step's beginning to
+  // each stage's end; to its own end, and to the next step's beginning. -1: not seen.
   std::vector<std::vector<double>> times();
   Backend& backend() { return *backend_; }
 
@@ -104,8 +104,8 @@ class Runtime {
   struct Sample {
     std::vector<Event> begun, ended;  // of each kernel
     std::vector<Event> marks;         // of each stage's end
-    Event arrived, taken;  // the step's beginning, before and behind its batch
-    size_t kernels = 0;  // how many were recorded
+    Event arrived, taken;             // the step's beginning, before and behind its batch
+    size_t kernels = 0;               // how many were recorded
     std::vector<char> marked;
     bool used = false;
   };

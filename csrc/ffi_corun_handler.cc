@@ -1,5 +1,6 @@
-// The handlers of co-running: `take` puts a batch into a step, `mark` says that a stage ended. Not compatible
-// with command buffers, on purpose: both act anew in each step, ahead of or between graphs.
+// The handlers of co-running: `take` puts a batch into a step, `mark` says that a stage ended. Not
+// compatible with command buffers, on purpose: both act anew in each step, ahead of or between
+// graphs.
 
 #include <cstring>
 #include <string_view>
@@ -97,9 +98,11 @@ ffi::Error pass_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] { return pass(args, rets, kCopyOnHost).value_or(ffi::Error::Success()); });
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kTakeOnCuda, take_on_cuda,
-    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().Arg<ffi::AnyBuffer>().RemainingRets());
+XLA_FFI_DEFINE_HANDLER(kTakeOnCuda, take_on_cuda,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                           .Arg<ffi::AnyBuffer>()
+                           .RemainingRets());
 XLA_FFI_DEFINE_HANDLER(kTakeOnHost, take_on_host,
                        ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().RemainingRets());
 XLA_FFI_DEFINE_HANDLER(kMarkOnCuda, mark_on_cuda,
@@ -116,8 +119,7 @@ XLA_FFI_DEFINE_HANDLER(
     kPassOnCuda, pass_on_cuda,
     ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets(),
     {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kPassOnHost, pass_on_host,
-                       ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER(kPassOnHost, pass_on_host, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 
 }  // namespace
 

@@ -73,9 +73,7 @@ def run(kernels: PrepKernels, leaves: list[Any], tiles: Any = None, blocks: int 
     words = np.frombuffer(kernels.words + b"\0" * 8, np.uint8).copy()
     consts = np.frombuffer(kernels.consts + b"\0" * 8, np.uint8).copy()
     out = np.full(kernels.out_bytes + 8, 0xA5, np.uint8)
-    params = _Params(
-        *(a.ctypes.data for a in (tiles, words, given, consts, out)), len(tiles), 0
-    )
+    params = _Params(*(a.ctypes.data for a in (tiles, words, given, consts, out)), len(tiles), 0)
     function = library(kernels.source).recom_prep_host
     for b in range(blocks):
         function(ctypes.byref(params), b, blocks)

@@ -1,10 +1,10 @@
-"""The stream runtime without a GPU: generated kernels run as C++, and what is enqueued runs in any order that streams and
-events allow."""
+"""The stream runtime without a GPU: generated kernels run as C++, and what is enqueued runs in any order that streams
+and events allow."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,13 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import rap_plans
 from recom_jax import corun, ffi
 from recom_jax import preprocess as pp
-from recom_jax.corun import calls, kernels, pipeline, runtime
+from recom_jax.corun import calls, kernels, pipeline
 from recom_jax.corun.report import STREAM_MODES
-from recom_jax.corun.symbols import Unsupported
-from recom_jax.errors import PipelineError
 from tests import corun_emulation, cuda_emulation
 
 pytestmark = [

@@ -44,9 +44,9 @@ def marking() -> Iterator[None]:
 def lower_mark(ctx: Any, *operands: Any, name: str) -> Any:
     """The marker's lowering: a call that returns its operands' memory.
 
-    Within `marking` it starts preprocessing kernels. Otherwise it does nothing, and is part of command buffers; it is there
-    so that XLA compiles the step alike: a co-run step must give the bits of the user's own. Over several devices, and on
-    CPUs, where steps are not changed, it is nothing.
+    Within `marking` it starts preprocessing kernels. Otherwise it does nothing, and is part of command buffers; it is
+    there so that XLA compiles the step alike: a co-run step must give the bits of the user's own. Over several
+    devices, and on CPUs, where steps are not changed, it is nothing.
     """
     on = getattr(_LOCAL, "on", False)
     cpu = ctx.module_context.platforms[0] == "cpu"

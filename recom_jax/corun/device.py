@@ -1,7 +1,7 @@
 """What runs preprocessing beside the step: one small interface, and its CPU form, a pool of threads.
 
-The pipeline knows this interface alone. The form for CUDA is in `stream.py`: a stream of its own, a ring in device memory,
-kernels started by events at the step's stage boundaries.
+The pipeline knows this interface alone. The form for CUDA is in `stream.py`: a stream of its own, a ring in device
+memory, kernels started by events at the step's stage boundaries.
 """
 
 from __future__ import annotations

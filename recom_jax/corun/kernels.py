@@ -1,8 +1,8 @@
 """A preprocessing program as one CUDA kernel that runs any part of it: units, their shared code, and tiles of them.
 
-A *unit* is a part of a result that has code of its own: a column of a stack, say. Units with the same text but for numbers
-share a *class*, and numbers that differ are words. A launch runs a list of tiles, each some elements of one unit; how many
-blocks it has is the share of the device that it takes, as blocks take tiles in turns.
+A *unit* is a part of a result that has code of its own: a column of a stack, say. Units with the same text but for
+numbers share a *class*, and numbers that differ are words. A launch runs a list of tiles, each some elements of one
+unit; how many blocks it has is the share of the device that it takes, as blocks take tiles in turns.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def compile_prep(prep: Callable[[Any], Any], raw_like: Any) -> PrepKernels:
     classes: dict[str, list[int]] = {}
     for k, d in enumerate(drafts):
         classes.setdefault(d.text, []).append(k)
-    texts, units, words = [], {}, []
+    texts: list[str] = []
+    units: dict[int, Unit] = {}
+    words: list[int] = []
     for c, (text, members) in enumerate(classes.items()):
         columns = list(zip(*(drafts[k].numbers for k in members), strict=True))
         varying = [k for k, column in enumerate(columns) if len(set(column)) > 1]
@@ -170,9 +172,7 @@ class Part:
 
 def parts(result: pull.SymArray) -> list[Part]:
     """A result, cut where arrays were put side by side (not along the rows, which are cut later as needed)."""
-    strides = tuple(
-        math.prod(result.shape[k + 1 :]) for k in range(len(result.shape))
-    )
+    strides = tuple(math.prod(result.shape[k + 1 :]) for k in range(len(result.shape)))
     found, work = [], [Part(result, strides, 0)]
     while work:
         part = work.pop()

@@ -29,9 +29,9 @@ def measure(
     "no preprocessing": inputs prepared beforehand. "sequential": prepared by the thread that trains, between steps.
     "side stream": prepared by another thread, begun with the step before, and nothing planned. "co-run": the pipeline.
 
-    On a GPU these are orders of the same kernels ("sequential": in front of the step, on its stream; "side stream": as soon as
-    a raw batch is there, and nothing planned), and there are more: "sequential, unfused" has a kernel for each part of a
-    result, "co-run without schedule" and "without fusion" show what those give.
+    On a GPU these are orders of the same kernels ("sequential": in front of the step, on its stream; "side stream":
+    as soon as a raw batch is there, and nothing planned), and there are more: "sequential, unfused" has a kernel for
+    each part of a result, "co-run without schedule" and "without fusion" show what those give.
 
     Args:
       make_state: makes the first state, afresh (a step may donate it).

@@ -16,7 +16,14 @@ import jax
 from recom_jax.corun import runtime as rt
 from recom_jax.corun.device import Prepared
 from recom_jax.corun.kernels import PrepKernels
-from recom_jax.corun.report import CORUN, IDEAL, SEQUENTIAL, SIDE, UNFUSED, UNPLANNED, UNPLANNED_UNFUSED
+from recom_jax.corun.report import (
+    CORUN,
+    SEQUENTIAL,
+    SIDE,
+    UNFUSED,
+    UNPLANNED,
+    UNPLANNED_UNFUSED,
+)
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
 from recom_jax.corun.stream import Engine, Streams
@@ -90,9 +97,7 @@ def _unused(*_: Any) -> Any:
     raise AssertionError("kernels were there a moment ago")
 
 
-def _timed(
-    n: int, ahead: int, state: Any, step: Callable[[Any, int], tuple[Any, float]]
-) -> Run:
+def _timed(n: int, ahead: int, state: Any, step: Callable[[Any, int], tuple[Any, float]]) -> Run:
     """Runs n steps, at most `ahead` of them unfinished."""
     jax.block_until_ready(state)
     skipped, waits, metrics = max(1, round(SKIPPED * n)), 0.0, []

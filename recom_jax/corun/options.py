@@ -26,8 +26,8 @@ class Options:
         never do.
       fused: whether prep goes through the fusion compiler, ``recom_jax.Options(fuse_values=True)``; False: `jax.jit`
         alone. It compiles faster, and runs faster or slower, by the program.
-      runtime: "stream" prepares on a GPU, by kernels on a stream of our own; "threads" by JAX on threads; "auto" takes the
-        stream on one CUDA device, where it can.
+      runtime: "stream" prepares on a GPU, by kernels on a stream of our own; "threads" by JAX on threads; "auto"
+        takes the stream on one CUDA device, where it can.
       profile: time each kernel beside the step (stream runtime), for `report`.
       steps_in_flight: steps that may be dispatched and unfinished before the pipeline waits for the oldest.
       probe: measure the train step's stages (`corun.stage`) for the plan. Compiles each stage once more.

@@ -281,8 +281,8 @@ class Pipeline:
     def make_plan(self, state: Any, raw_batch: Any) -> Plan:
         """Plans for a state and a raw batch like those to come, and keeps the plan. Trains nothing.
 
-        With `Options.probe` the step's stages are timed on made-up values: on a GPU, beside the kernels of `prep`. There
-        the next runs execute the plan.
+        With `Options.probe` the step's stages are timed on made-up values: on a GPU, beside the kernels of `prep`.
+        There the next runs execute the plan.
 
         Raises:
           PipelineError: on a GPU, while a run is open.
@@ -297,7 +297,9 @@ class Pipeline:
             self._plan = self._make_plan()
             return self._plan
         if not self._running.acquire(blocking=False):
-            raise PipelineError("make_plan: this pipeline is running; close that run's generator first")
+            raise PipelineError(
+                "make_plan: this pipeline is running; close that run's generator first"
+            )
         try:
             probed = self._probe(made) if self.options.probe else None
             kernels = found[0].runtime.kernels
@@ -370,7 +372,9 @@ class Pipeline:
         engine = self._made_engine
         if engine is None:
             return Report.of(tuple(self._samples), dict(self._baselines), self._predicted_s)
-        predicted = {} if self._plan is None else {k.name: k.duration_us for k in self._plan.kernels}
+        predicted = (
+            {} if self._plan is None else {k.name: k.duration_us for k in self._plan.kernels}
+        )
         kernels = tuple(
             (name, predicted[name] / 1e6, statistics.median(values) / 1e3)
             for name, values in engine.times().kernels

@@ -1,15 +1,16 @@
 """The capacity probe on a GPU: the user's own kernels beside the user's own step, timed by device events.
 
-One run in front of the step times kernels alone: each class of code (what an element costs), everything with each share
-of the device (what a share is worth), and parts drawn at random that nothing is fitted to (how far the model is off). It
-times the step's stages as well. Then everything is run beside each stage in turn: what that takes longer than alone, and what
-the step loses, is what the stage does not leave free.
+One run in front of the step times kernels alone: each class of code (what an element costs), everything with each
+share of the device (what a share is worth), and parts drawn at random that nothing is fitted to (how far the model is
+off). It times the step's stages as well. Then everything is run beside each stage in turn: what that takes longer
+than alone, and what the step loses, is what the stage does not leave free.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -142,10 +143,21 @@ def fitted(
     errors = []
     for k, (units, share) in enumerate(parts):
         found = took[f"part {k}"]
-        mine = sum(rates[kernels.units[u].cls] * kernels.units[u].rows * kernels.units[u].inner for u in units)
+        mine = sum(
+            rates[kernels.units[u].cls] * kernels.units[u].rows * kernels.units[u].inner
+            for u in units
+        )
         predicted = launch + mine / min(1.0, share * device.bandwidth_gain)
         errors.append((predicted - found) / found)
     return device, rates, tuple(errors)
+
+
+def _in_stage(
+    kernels: PrepKernels, stage: int, share: float, names: tuple[str, ...]
+) -> rt.Schedule:
+    """Everything in one kernel, beside one stage."""
+    launches = rt.whole(kernels, rt.PLAN, share).launches
+    return rt.Schedule(rt.PLAN, tuple(dataclasses.replace(x, stage=stage) for x in launches), names)
 
 
 def probe(
@@ -193,23 +205,18 @@ def probe(
     step_us = max([median(times.steps), *(e for e in ends if not math.isnan(e))])
     stages, before = [], 0.0
     for k, name in enumerate((*names, REST)):
-        end = step_us if k == len(names) else (before if math.isnan(ends[k]) else max(before, ends[k]))
+        end = (
+            step_us
+            if k == len(names)
+            else (before if math.isnan(ends[k]) else max(before, ends[k]))
+        )
         stages.append((name, end - before))
         before = end
     free = []
     for k in range(len(stages)):
         best = 0.0
         for share in BESIDE:
-            beside = run(
-                lambda kernels, k=k, share=share: rt.Schedule(
-                    rt.PLAN,
-                    tuple(
-                        dataclasses.replace(x, stage=k)
-                        for x in rt.whole(kernels, rt.PLAN, share).launches
-                    ),
-                    tuple(names),
-                )
-            )
+            beside = run(functools.partial(_in_stage, stage=k, share=share, names=tuple(names)))
             took_us, lost = median(beside.kernels[0][1]), median(beside.steps) - step_us
             if not (math.isnan(took_us) or math.isnan(lost)) and took_us > 0:
                 best = max(best, whole_us / took_us - max(0.0, lost) / max(whole_us, 1e-9))

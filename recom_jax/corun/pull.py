@@ -1,8 +1,8 @@
 """A preprocessing program as arrays that are computed element by element, backwards from the results.
 
 `trace` reads the program's jaxpr; list operators (`firstx`, `ngram`, `pad`, `fill_null_lists`) stay whole, so that an
-element of a list is known by its row and its place in the row: no sums over rows, no searches, and only the elements that
-a result holds are computed. `SymArray.at` writes the code of one element.
+element of a list is known by its row and its place in the row: no sums over rows, no searches, and only the elements
+that a result holds are computed. `SymArray.at` writes the code of one element.
 
 What has no rule raises `Unsupported`; such a program runs by XLA, whole.
 """
@@ -57,39 +57,6 @@ class RawLists(ListOf):
 def live_length(w: Writer, lists: ListOf, valid: SymArray | None, row: str) -> str:
     found = lists.length(w, row)
     return found if valid is None else w.integer(f"{valid.at(w, (row,))} ? {found} : 0")
-
-
-class Derived(ListOf):
-    """Lists made of another column's lists, row by row.
-
-    Args:
-      kind: "firstx", "ngram" or "fill_null_lists"; n: its parameter.
-    """
-
-    def __init__(self, kind: str, parent: ListOf, valid: SymArray | None, n: int) -> None:
-        self.kind, self.parent, self.valid, self.n = kind, parent, valid, n
-
-    def _live(self, w: Writer, row: str) -> str:
-        return live_length(w, self.parent, self.valid, row)
-
-    def _width(self, w: Writer, row: str) -> str:
-        live, n = self._live(w, row), w.number(self.n)
-        return w.integer(f"{live} < {n} ? {live} : {n}")
-
-    def length(self, w: Writer, row: str) -> str:
-        if self.kind == "firstx":
-            return self._width(w, row)
-        if self.kind == "ngram":
-            live, width = self._live(w, row), self._width(w, row)
-            return w.integer(f"({live} - {width} + 1) * {width}")
-        return self._live(w, row)
-
-    def source(self, w: Writer, row: str, pos: str) -> RowPos:
-        if self.kind == "ngram":
-            width = self._width(w, row)
-            m = w.integer(f"{width} > 1 ? {width} : 1")
-            pos = w.integer(f"{pos} / {m} + {pos} % {m}")
-        return RowPos(self.parent, row, pos)
 
 
 _SERIAL = itertools.count()
@@ -275,9 +242,7 @@ class Padded(SymArray):
     def write(self, w: Writer, index: tuple[Index, ...]) -> str:
         index = plain(index, "padding")
         tests, place = [], []
-        for i, low, have, whole in zip(
-            index, self.low, self.source.shape, self.shape, strict=True
-        ):
+        for i, low, have, whole in zip(index, self.low, self.source.shape, self.shape, strict=True):
             own = w.integer(f"{i} - {w.number(low)}") if low else i
             place.append(own)
             if low:
@@ -350,7 +315,9 @@ class Gather(SymArray):
         i = self.index.at(w, index[:n])
         rows = self.source.shape[0]
         if not rows:
-            return w.literal(self.dtype, np.asarray(0 if self.fill is None else self.fill, self.dtype))
+            return w.literal(
+                self.dtype, np.asarray(0 if self.fill is None else self.fill, self.dtype)
+            )
         wide = w.wide(f"static_cast<long long>({i})")
         last = w.number(rows - 1)
         place = w.integer(f"{wide} < 0 ? 0 : {wide} > {last} ? {last} : static_cast<int>({wide})")
@@ -368,7 +335,9 @@ class Counted(SymArray):
       side: "left" counts boundaries < x, "right" those <= x. A NaN has all of them below it.
     """
 
-    def __init__(self, boundaries: np.ndarray[Any, Any], x: SymArray, side: str, dtype: Any) -> None:
+    def __init__(
+        self, boundaries: np.ndarray[Any, Any], x: SymArray, side: str, dtype: Any
+    ) -> None:
         super().__init__(x.shape, dtype, x)
         self.boundaries, self.x, self.side = boundaries, x, side
 
@@ -392,69 +361,6 @@ class Counted(SymArray):
                 w.line(f"if ({test.format(x, b)}) {low} = {middle} + 1; else {high} = {middle};")
             count = low
         return w.value(self.dtype, f"x_convert<{C_TYPES[self.dtype]}>({count})")
-
-
-# ---- list columns ------------------------------------------------------------------------------------------------
-
-
-class ListSplits(SymArray):
-    """The row splits of lists that are computed: nobody may ask for them, only for the lists."""
-
-    def __init__(self, shape: Any, dtype: Any, lists: ListOf, *inputs: SymArray) -> None:
-        super().__init__(shape, dtype, *inputs)
-        self.lists = lists
-
-    def write(self, w: Writer, index: tuple[Index, ...]) -> str:
-        raise Unsupported("row splits that are computed, as a result")
-
-
-class ListValues(SymArray):
-    """A leaf of the values of lists that are computed."""
-
-    def __init__(self, shape: Any, lists: Derived, source: SymArray, *inputs: SymArray) -> None:
-        super().__init__(shape, source.dtype, source, *inputs)
-        self.lists, self.source = lists, source
-
-    def write(self, w: Writer, index: tuple[Index, ...]) -> str:
-        where = index[0]
-        if not isinstance(where, RowPos) or where.lists is not self.lists:
-            raise Unsupported("places of a list column that is computed")
-        return self.source.at(w, (self.lists.source(w, where.row, where.pos), *index[1:]))
-
-
-class Lined(SymArray):
-    """(B, n): the first n elements of each list, another value behind them (`preprocess.pad`), of one leaf.
-
-    Args:
-      source: a leaf of the values; present: the values' validity or None; valid: the lists' or None.
-    """
-
-    def __init__(
-        self,
-        shape: Any,
-        source: SymArray,
-        lists: ListOf,
-        valid: SymArray | None,
-        present: SymArray | None,
-        value: Any,
-        *inputs: SymArray,
-    ) -> None:
-        super().__init__(shape, source.dtype, source, *inputs)
-        self.source, self.lists, self.valid = source, lists, valid
-        self.present, self.value = present, value
-
-    def write(self, w: Writer, index: tuple[Index, ...]) -> str:
-        row, k = plain(index, "rows")
-        length = live_length(w, self.lists, self.valid, row)
-        result = w.declare(self.dtype, w.literal(self.dtype, self.value))
-        with w.block(f"if ({k} < {length}) {{"):
-            where = (RowPos(self.lists, row, k),)
-            if self.present is None:
-                w.line(f"{result} = {self.source.at(w, where)};")
-            else:
-                with w.block(f"if ({self.present.at(w, where)}) {{"):
-                    w.line(f"{result} = {self.source.at(w, where)};")
-        return result
 
 
 @contextlib.contextmanager

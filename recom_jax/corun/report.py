@@ -37,8 +37,8 @@ class Report:
       baselines: name -> seconds of a step: what `corun.measure` found, in interleaved runs.
       predicted_s: what the plan promised for a co-run step.
       runtime: what prepared batches.
-      kernels: (name, seconds that the plan predicted, that it took beside the step) of the plan's kernels on a GPU, with
-        `Options.profile`; late: how many kernels missed their stage, of all that were launched.
+      kernels: (name, seconds that the plan predicted, that it took beside the step) of the plan's kernels on a GPU,
+        with `Options.profile`; late: how many kernels missed their stage, of all that were launched.
       host_bytes, device_bytes: of the ring.
     """
 
@@ -129,7 +129,8 @@ class Report:
             lines.append(f"prepared by: {self.runtime}")
         if self.host_bytes or self.device_bytes:
             lines.append(
-                f"  the ring takes {self.host_bytes:,} bytes of page-locked memory and {self.device_bytes:,} on the device"
+                f"  the ring takes {self.host_bytes:,} bytes of page-locked memory and {self.device_bytes:,} on "
+                "the device"
             )
         if self.late[1]:
             lines.append(f"  {self.late[0]} of {self.late[1]} kernels missed their stage")

@@ -306,6 +306,22 @@ def ring_bytes(kernels: PrepKernels, slots: int) -> tuple[int, int]:
 
 
 __all__ = [
-    "EAGER", "PLAN", "SEQUENTIAL", "Launch", "Make", "PrepRuntime", "Schedule", "Steps", "like_with", "on_cuda",
-    "Shapes", "capacities_of", "processors_of", "ring_bytes", "roomy", "take_batch", "unfused", "whole",
+    "EAGER",
+    "PLAN",
+    "SEQUENTIAL",
+    "Launch",
+    "Make",
+    "PrepRuntime",
+    "Schedule",
+    "Shapes",
+    "Steps",
+    "capacities_of",
+    "like_with",
+    "on_cuda",
+    "processors_of",
+    "ring_bytes",
+    "roomy",
+    "take_batch",
+    "unfused",
+    "whole",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
-"""The CUDA form of `device.Device`: raw batches go through page-locked slots to a ring in device memory, kernels on a stream
-of our own prepare them, and the step takes its batch from a slot. The host waits for nothing but its own memory.
+"""The CUDA form of `device.Device`: raw batches go through page-locked slots to a ring in device memory, kernels on a
+stream of our own prepare them, and the step takes its batch from a slot. The host waits for nothing but its own
+memory.
 """
 
 from __future__ import annotations
@@ -112,9 +113,7 @@ class Engine:
             self._programs.append(made)
             return made, leaves
 
-    def program_or_none(
-        self, columns: Any, strict: bool
-    ) -> tuple[Program, list[Any]] | None:
+    def program_or_none(self, columns: Any, strict: bool) -> tuple[Program, list[Any]] | None:
         """The same, or None where kernels cannot express `prep`; `why` says why."""
         if self.why and not strict:
             return None
@@ -181,7 +180,8 @@ class Engine:
         ends = r.schedule.stages
         kernels = tuple((x.name, tuple(row[k] for row in rows)) for k, x in enumerate(r.launched))
         stages = tuple(
-            (name, tuple(row[n + k] for row in rows if row[n + k] >= 0)) for k, name in enumerate(ends)
+            (name, tuple(row[n + k] for row in rows if row[n + k] >= 0))
+            for k, name in enumerate(ends)
         )
         steps, periods = (tuple(row[k] for row in rows) for k in (-2, -1))
         return Times(kernels, stages, steps, periods)

@@ -1,5 +1,5 @@
-"""The text of one unit of preprocessing code, as it is written: typed variables, and numbers kept apart from the text, so
-that units that differ in numbers alone share their code."""
+"""The text of one unit of preprocessing code, as it is written: typed variables, and numbers kept apart from the
+text, so that units that differ in numbers alone share their code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Number:
             return f"from_bits(u64{{{bits:#x}ull}})"
         if self.dtype == "bool":
             return "true" if bits else "false"
-        return f"static_cast<{C_TYPES[np.dtype(self.dtype)]}>({bits:#x}{'ull' if bits >> 32 else 'u'})"
+        return (
+            f"static_cast<{C_TYPES[np.dtype(self.dtype)]}>({bits:#x}{'ull' if bits >> 32 else 'u'})"
+        )
 
     def parameter(self, k: int) -> str:
         if self.dtype == "int":

@@ -11,9 +11,7 @@ from recom_jax.corun.plan import AFTER, Plan, PrepOp
 from recom_jax.corun.runtime import PLAN, Launch, Schedule
 
 
-def unit_ops(
-    kernels: PrepKernels, rates: Mapping[int, float] | None = None
-) -> tuple[PrepOp, ...]:
+def unit_ops(kernels: PrepKernels, rates: Mapping[int, float] | None = None) -> tuple[PrepOp, ...]:
     """Units as operators: independent of one another, and cut by rows as one likes.
 
     Args:
