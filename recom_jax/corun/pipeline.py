@@ -27,7 +27,7 @@ from recom_jax.corun.probe_stream import Probed, probe
 from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
-from recom_jax.corun.stream import Engine, Streams
+from recom_jax.corun.stream import Compiler, Engine, Streams
 from recom_jax.errors import PipelineError
 from recom_jax.preprocess.ingest import columns, snapshot
 from recom_jax.trace import flatten
@@ -64,6 +64,7 @@ class Pipeline:
         self.mesh = mesh
         self._prep, self._step = prep, train_step
         self._compiled = compile_prep(prep, self.options)
+        self._compiler = Compiler(prep)
         self._made_engine: Engine | None = None
         self._offline: Engine | None = None
         self._step_on_stream: rt.Steps | None = None
@@ -180,20 +181,23 @@ class Pipeline:
         return True
 
     def make_engine(
-        self, slots: int, schedule: Callable[[PrepKernels], rt.Schedule], profile: bool = False
+        self,
+        slots: int,
+        schedule: Callable[[PrepKernels], rt.Schedule],
+        profile: bool | None = None,
     ) -> Engine:
         """Another engine for this pipeline's program and step, as `corun.measure` needs."""
         device = jax.devices()[0]
         make, processors = _emulated or (rt.on_cuda(device), rt.processors_of(device))
         return Engine(
-            self._prep,
+            self._compiler,
             self._steps_of(device),
             make,
             device,
             processors,
             slots,
             schedule,
-            profile or self.options.profile,
+            self.options.profile if profile is None else profile,
         )
 
     def _steps_of(self, device: Any) -> rt.Steps:
@@ -309,6 +313,12 @@ class Pipeline:
         finally:
             self._running.release()
         return self._plan
+
+    def follow(self, plan: Plan) -> None:
+        """Executes a plan that another pipeline of the same preprocessing program made, from the next run on."""
+        self._plan, self._predicted_s = plan, plan.predicted_us / 1e6
+        if self._made_engine is not None:
+            self._made_engine.reschedule(self.schedule_of)
 
     def _probe(self, made: Any) -> Probed:
         """What the device leaves free beside the step, from the cache or measured now."""

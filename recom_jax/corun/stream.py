@@ -57,11 +57,29 @@ class Program:
         self.take = jax.jit(functools.partial(rt.take_batch, runtime.kernels))
 
 
+class Compiler:
+    """A preprocessing function's kernels by shapes: compiled once for all engines of a pipeline."""
+
+    def __init__(self, prep: Callable[[Any], Any]) -> None:
+        self._prep = prep
+        self._made: dict[Any, PrepKernels] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, like: Any) -> PrepKernels:
+        key = str(jax.tree.flatten(like))
+        with self._lock:
+            if key not in self._made:
+                while len(self._made) >= _MOST:
+                    self._made.pop(next(iter(self._made)))
+                self._made[key] = compile_prep(self._prep, like)
+            return self._made[key]
+
+
 class Engine:
     """Programs for the shapes that come, kept over the runs of a pipeline.
 
     Args:
-      prep: the user's; steps: the user's step.
+      compiler: makes kernels of the user's preprocessing; steps: the user's step.
       make: what makes native runtimes; device: where; processors: its multiprocessors.
       slots: batches in a ring.
       schedule: kernels -> schedule; called once for each program, and again after `reschedule`.
@@ -70,7 +88,7 @@ class Engine:
 
     def __init__(
         self,
-        prep: Callable[[Any], Any],
+        compiler: Compiler,
         steps: rt.Steps,
         make: rt.Make,
         device: Any,
@@ -79,11 +97,10 @@ class Engine:
         schedule: Callable[[PrepKernels], rt.Schedule],
         profile: bool = False,
     ) -> None:
-        self._prep, self.steps = prep, steps
+        self._compiler, self.steps = compiler, steps
         self._make, self.device, self.processors = make, device, processors
         self.slots, self._schedule, self._profile = slots, schedule, profile
         self._programs: list[Program] = []
-        self._kernels: dict[Any, PrepKernels] = {}
         self._lock = threading.Lock()
         self.why = ""
 
@@ -100,7 +117,7 @@ class Engine:
                 if p.shapes.fit(leaves, tree):
                     return p, leaves
             like = rt.like_with(columns, rt.roomy(rt.capacities_of(columns)))
-            kernels = self._kernels_for(like)
+            kernels = self._compiler(like)
             runtime = rt.PrepRuntime(
                 kernels,
                 self._schedule(kernels),
@@ -128,14 +145,6 @@ class Engine:
                 ) from why
             warn_once(f"recom_jax.corun: preprocessing runs by XLA, not beside the step: {why}")
             return None
-
-    def _kernels_for(self, like: Any) -> PrepKernels:
-        key = str(jax.tree.flatten(like))
-        if key not in self._kernels:
-            while len(self._kernels) >= _MOST:
-                self._kernels.pop(next(iter(self._kernels)))
-            self._kernels[key] = compile_prep(self._prep, like)
-        return self._kernels[key]
 
     def latest(self) -> PrepKernels | None:
         """The kernels of the program made last."""
