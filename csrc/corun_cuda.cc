@@ -3,6 +3,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "corun_backend.h"
@@ -16,6 +17,29 @@ using cuda::Driver;
 
 cuda::Stream as_stream(Stream s) { return static_cast<cuda::Stream>(s); }
 
+// The kernel of an image on a device, loaded once a process and kept: programs are few, and what the
+// driver makes of PTX takes it a while.
+cuda::Function loaded(const Driver& d, int device, std::string_view image) {
+  static std::mutex mutex;
+  static auto* functions = new std::map<std::pair<int, std::string>, cuda::Function>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  cuda::Function& function = (*functions)[{device, std::string(image)}];
+  if (function) return function;
+  const std::string text(image);
+  std::vector<char> log(8192, '\0');
+  int options[] = {cuda::kJitErrorLog, cuda::kJitErrorLogSize};
+  void* values[] = {log.data(), reinterpret_cast<void*>(log.size())};
+  cuda::Module module = nullptr;
+  const cuda::Result code = d.module_load(&module, text.c_str(), 2, options, values);
+  log.back() = '\0';
+  if (code) {
+    d.check(code, "load the preprocessing kernel; the driver says: " + std::string(log.data()));
+  }
+  cuda::Function found = nullptr;
+  d.check(d.module_function(&found, module, "recom_prep"), "find the preprocessing kernel");
+  return function = found;
+}
+
 class CudaBackend : public Backend {
  public:
   CudaBackend(int device, std::string_view image) : d_(Driver::get()), device_(device) {
@@ -23,17 +47,7 @@ class CudaBackend : public Backend {
     cuda::Device handle;
     d_.check(d_.device_get(&handle, device_), "find a device");
     processors_ = d_.attribute(cuda::kMultiprocessors, handle);
-    const std::string text(image);
-    std::vector<char> log(8192, '\0');
-    int options[] = {cuda::kJitErrorLog, cuda::kJitErrorLogSize};
-    void* values[] = {log.data(), reinterpret_cast<void*>(log.size())};
-    const cuda::Result code = d_.module_load(&module_, text.c_str(), 2, options, values);
-    log.back() = '\0';
-    if (code) {
-      d_.check(code, "load the preprocessing kernel; the driver says: " + std::string(log.data()));
-    }
-    d_.check(d_.module_function(&function_, module_, "recom_prep"),
-             "find the preprocessing kernel");
+    function_ = loaded(d_, device_, image);
   }
 
   ~CudaBackend() override {
@@ -46,7 +60,6 @@ class CudaBackend : public Backend {
       for (cuda::Event e : events_) d_.event_destroy(e);
       for (Address a : memory_) d_.mem_free(a);
       for (void* p : host_) d_.host_free(p);
-      if (module_) d_.module_unload(module_);
     } catch (...) {  // the process ends
     }
   }
@@ -154,7 +167,6 @@ class CudaBackend : public Backend {
   const Driver& d_;
   int device_;
   int processors_ = 1;
-  cuda::Module module_ = nullptr;
   cuda::Function function_ = nullptr;
   std::vector<cuda::Stream> streams_;
   std::vector<cuda::Event> events_;

@@ -7,8 +7,8 @@
 Plans 0 and 1: 13 dense, 26 sparse and a bucketised feature, one operator after the other (Criteo Kaggle and Terabyte;
 they differ in the model). Plans 2 and 3: twice and four times as many features; each has an operator of its own, four
 times, with other parameters each time: four numbers a dense feature, four lists a sparse one, read from its table.
-Plan 4 is not RAP's: plan 3's features, and each sparse one is hashed nine times over, four times, so that preprocessing takes
-about as long as training on a GPU that has much more arithmetic than RAP's.
+Plan 4 is not RAP's: plan 3's features, and each sparse one is hashed nine times over, four times, so that
+preprocessing takes about as long as training on a GPU that has much more arithmetic than RAP's.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """RAP's plans beside training on a GPU: the same kernels and the same step in different orders.
 
-The step that is timed updates tables by scatter-add, as one writes it for speed: its sums are made by atomics, so its last
-bits differ between any two runs. A second step, which trains the layers alone and is deterministic, shows that co-run and
-offline-preprocessed inputs give the same losses bit for bit.
+The step that is timed updates tables by scatter-add, as one writes it for speed: its sums are made by atomics, so its
+last bits differ between any two runs. A second step, which trains the layers alone and is deterministic, shows that
+co-run and offline-preprocessed inputs give the same losses bit for bit.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from benchmarks.record import Result, Row, Target
 from examples import rap_plans
 from examples.click_models import Dlrm
 from recom_jax import corun
+from recom_jax.corun import calls, measure_stream
 from recom_jax.corun.report import CORUN, IDEAL, STREAM_MODES, UNFUSED
 
 BATCHES = (4096, 8192)
@@ -27,6 +28,7 @@ DISTINCT = 8  # raw batches
 SLOTS = 6
 RATE = 0.002
 INPUTS = "numpy arrays"
+BARE = "no preprocessing, no markers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,7 @@ def measure(context: Context, number: int, size: int) -> Result:
     with context.progress.step(f"{what}: rounds"):
         rounds = min(context.settings.plan.rounds, 7)
         report = corun.measure(pipe, make_state, raws, rounds=rounds, rtol=0.05)
+        bare = without_markers(model, pipe, make_state, raws, rounds)
     with context.progress.step(f"{what}: losses bit for bit"):
         different = differences(plan, frozen, make_state, distinct, pipe)
     times = pipe.baselines
@@ -89,6 +92,7 @@ def measure(context: Context, number: int, size: int) -> Result:
         Row.single(what, mode, INPUTS, "ms", [1e3 * x for x in times[mode]])
         for mode in STREAM_MODES
     ]
+    rows.append(Row.single(what, BARE, INPUTS, "ms", [1e3 * x for x in bare]))
 
     def ratio(a: str, b: str) -> float:
         return statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
@@ -112,6 +116,18 @@ def measure(context: Context, number: int, size: int) -> Result:
         }
     }
     return Result(tuple(rows), tuple(targets), facts)
+
+
+def without_markers(
+    model: Dlrm, pipe: Any, make_state: Callable[[], Any], raws: list[Any], rounds: int
+) -> list[float]:
+    """Seconds of a step on prepared inputs that is compiled without its stage markers."""
+    step = jax.jit(lambda state, batch: model.step(state, batch), donate_argnums=0)
+    made = {id(raw): pipe.prepare(raw) for raw in raws}
+    batches = [made[id(raw)] for raw in raws]
+    with calls.unmarked():
+        found = [measure_stream.ideal(step, make_state(), batches, 2) for _ in range(rounds + 1)]
+    return [run.step_s for run in found[1:]]
 
 
 def differences(

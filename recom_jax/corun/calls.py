@@ -41,6 +41,17 @@ def marking() -> Iterator[None]:
         _LOCAL.on = before
 
 
+@contextlib.contextmanager
+def unmarked() -> Iterator[None]:
+    """Within it, in this thread, steps are compiled as if they had no markers: what those cost can be measured."""
+    before = getattr(_LOCAL, "off", False)
+    _LOCAL.off = True
+    try:
+        yield
+    finally:
+        _LOCAL.off = before
+
+
 def lower_mark(ctx: Any, *operands: Any, name: str) -> Any:
     """The marker's lowering: a call that returns its operands' memory.
 
@@ -50,7 +61,8 @@ def lower_mark(ctx: Any, *operands: Any, name: str) -> Any:
     """
     on = getattr(_LOCAL, "on", False)
     cpu = ctx.module_context.platforms[0] == "cpu"
-    if not operands or compat.module_devices(ctx) > 1 or (cpu and not _emulated):
+    off = getattr(_LOCAL, "off", False) or (cpu and not _emulated)
+    if off or not operands or compat.module_devices(ctx) > 1:
         return operands
     aliases = {k: k for k in range(len(operands))}
     if not on:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from recom_jax.cache import Cache
@@ -73,16 +74,28 @@ class Probed:
         return sum(abs(e) <= 0.1 for e in self.errors) / max(1, len(self.errors))
 
 
-def run_steps(
-    engine: Engine, columns: Any, make_state: Callable[[], Any], steps: int = STEPS
-) -> Times:
-    """Trains on one raw batch over and over (the host packs it once), and returns the times."""
+def made_up_state(like: Any) -> Any:
+    """A state of these shapes, made on the device: small floats, small integers, all-true masks."""
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def floats(key: Any, shape: Any, dtype: Any) -> Any:
+        return (0.1 * jax.random.uniform(key, shape)).astype(dtype)
+
+    def leaf(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return floats(jax.random.key(0), tuple(x.shape), np.dtype(x.dtype))
+        return jnp.ones(x.shape, x.dtype)
+
+    return jax.tree.map(leaf, like)
+
+
+def run_steps(engine: Engine, columns: Any, state: Any, steps: int = STEPS) -> tuple[Times, Any]:
+    """Trains on one raw batch over and over (the host packs it once): the times, and the state."""
     program, leaves = engine.program(columns)
     native = program.runtime.native
     slots = [program.runtime.pack(leaves) for _ in range(engine.slots)]
     ahead: collections.deque[int] = collections.deque(slots)
     flying: collections.deque[Any] = collections.deque()
-    state = make_state()
     for k in range(steps + engine.slots):
         state, metrics = engine.steps(state, program.runtime, ahead.popleft())
         flying.append(metrics)
@@ -93,7 +106,7 @@ def run_steps(
             native.commit(slot)
             ahead.append(slot)
     jax.block_until_ready((state, list(flying)))
-    return engine.times()
+    return engine.times(), state
 
 
 def median(values: Sequence[float]) -> float:
@@ -163,7 +176,7 @@ def _in_stage(
 def probe(
     engine_of: Callable[[Callable[[PrepKernels], rt.Schedule]], Engine],
     columns: Any,
-    make_state: Callable[[], Any],
+    state: Any,
     names: Sequence[str],
     cache: Cache | None = None,
     key: str = "",
@@ -172,7 +185,7 @@ def probe(
 
     Args:
       engine_of: makes an engine that times kernels, with a schedule.
-      columns: a raw batch as columns; make_state: a state of the step, afresh.
+      columns: a raw batch as columns; state: shapes and dtypes of the step's state.
       names: the step's markers, in order.
       cache, key: where it is kept.
     """
@@ -183,6 +196,7 @@ def probe(
         except (ValueError, TypeError, KeyError):  # of another version
             pass
     drawn: list[Any] = []
+    trained = made_up_state(state)
 
     def first(kernels: PrepKernels) -> rt.Schedule:
         schedule, parts = alone(kernels, names)
@@ -190,9 +204,11 @@ def probe(
         return schedule
 
     def run(schedule: Callable[[PrepKernels], rt.Schedule]) -> Times:
+        nonlocal trained
         engine = engine_of(schedule)
         try:
-            return run_steps(engine, columns, make_state)
+            times, trained = run_steps(engine, columns, trained)
+            return times
         finally:
             engine.close()
 
