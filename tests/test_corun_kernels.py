@@ -147,18 +147,24 @@ def test_any_cut_gives_the_same_results() -> None:
         at = {k: [0.0, *sorted(rng.random(2)), 1.0] for k in range(n)}
         pieces = [(k, a, b) for k in range(n) for a, b in zip(at[k], at[k][1:], strict=False)]
         order = [pieces[k] for k in rng.permutation(len(pieces))]
-        for a, b in zip(whole, corun_emulation.run(made, leaves, made.tiles(order), blocks), strict=True):
+        for a, b in zip(
+            whole, corun_emulation.run(made, leaves, made.tiles(order), blocks), strict=True
+        ):
             np.testing.assert_array_equal(a, b)
 
 
 def test_tiles_that_are_left_out_write_nothing() -> None:
     raw = columns(40)
     made = kernels.compile_prep(lambda r: {"a": r["small"] + 1, "b": r["small"] + 2}, raw)
-    a, b = corun_emulation.run(made, jax.tree.leaves(raw), made.tiles([(0, 0.0, 0.5), (1, 0.25, 1.0)]))
+    a, b = corun_emulation.run(
+        made, jax.tree.leaves(raw), made.tiles([(0, 0.0, 0.5), (1, 0.25, 1.0)])
+    )
     small = np.asarray(raw["small"])
     np.testing.assert_array_equal(a[:20], small[:20] + 1)
     np.testing.assert_array_equal(b[10:], small[10:] + 2)
-    assert (a[20:].view(np.uint32) == 0xA5A5A5A5).all() and (b[:10].view(np.uint32) == 0xA5A5A5A5).all()
+    assert (a[20:].view(np.uint32) == 0xA5A5A5A5).all() and (
+        b[:10].view(np.uint32) == 0xA5A5A5A5
+    ).all()
 
 
 def test_lists_may_be_shorter_than_the_capacity() -> None:
