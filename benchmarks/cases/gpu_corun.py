@@ -26,6 +26,7 @@ BATCHES = (4096, 8192)
 STEPS = 40
 DISTINCT = 8  # raw batches
 SLOTS = 6
+AHEAD = 3  # steps that may be dispatched and unfinished
 RATE = 0.002
 INPUTS = "numpy arrays"
 BARE = "no preprocessing, no markers"
@@ -76,7 +77,9 @@ def measure(context: Context, number: int, size: int) -> Result:
     distinct = list(plan.raw_batches(2 if quick else DISTINCT, size))
     raws = [distinct[k % len(distinct)] for k in range(12 if quick else STEPS)]
     what = f"RAP plan {number}, {plan.operators} operators, batch {size}"
-    options = corun.Options(slots=SLOTS, probe=True, profile=True, copy=False, runtime="stream")
+    options = corun.Options(
+        slots=SLOTS, probe=True, profile=True, copy=False, runtime="stream", steps_in_flight=AHEAD
+    )
     pipe = corun.Pipeline(plan.prep, step, options=options)
     make_state = on_device(model)
     with context.progress.step(f"{what}: compiling, probing the device"):
@@ -126,7 +129,9 @@ def without_markers(
     made = {id(raw): pipe.prepare(raw) for raw in raws}
     batches = [made[id(raw)] for raw in raws]
     with calls.unmarked():
-        found = [measure_stream.ideal(step, make_state(), batches, 2) for _ in range(rounds + 1)]
+        found = [
+            measure_stream.ideal(step, make_state(), batches, AHEAD) for _ in range(rounds + 1)
+        ]
     return [run.step_s for run in found[1:]]
 
 

@@ -208,7 +208,9 @@ class Steps:
         run = self._compiled.get(key)
         if run is None:
             run = self._compiled[key] = self._compile(tree, state, runtime.kernels)
-        home, committed = staging.home_of([x for x in leaves if isinstance(x, jax.Array)])
+        # A state is on one device; its first array stands for all.
+        first = next((x for x in leaves if isinstance(x, jax.Array)), None)
+        home, committed = (None, False) if first is None else staging.home_of([first])
         token = runtime.token(slot, home or self._device, committed)
         with calls.marking():
             return run(token, *leaves)
