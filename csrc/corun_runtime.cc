@@ -355,8 +355,11 @@ std::pair<std::shared_ptr<Runtime>, int> find_token(const void* token) {
 
 std::shared_ptr<Runtime> current_runtime(Stream xla) {
   const std::lock_guard<std::mutex> lock(Registry::get().mutex);
-  const auto it = Registry::get().current.find(xla);
-  return it == Registry::get().current.end() ? nullptr : it->second.lock();
+  const auto& current = Registry::get().current;
+  auto it = current.find(xla);
+  // XLA may run a part of a step on another stream than that on which it took the batch.
+  if (it == current.end() && current.size() == 1) it = current.begin();
+  return it == current.end() ? nullptr : it->second.lock();
 }
 
 void set_current_runtime(Stream xla, const std::shared_ptr<Runtime>& runtime) {

@@ -36,9 +36,7 @@ def make(k: kernels.PrepKernels, /, **plan: Any) -> Any:
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pipeline, "_emulated", (make, 4))
     monkeypatch.setattr(calls, "_emulated", True)
-    jax.clear_caches()  # steps compiled without markers
     yield
-    jax.clear_caches()
 
 
 def prep(raw: Any) -> Any:
