@@ -68,6 +68,8 @@ def run(kernels: PrepKernels, leaves: list[Any], tiles: Any = None, blocks: int 
         tiles = kernels.tiles([(k, 0.0, 1.0) for k in range(len(kernels.units))])
     given = np.full(kernels.in_bytes + 8, 0xA5, np.uint8)
     for leaf, x in zip(kernels.leaves, leaves, strict=True):
+        if leaf.offset < 0:
+            continue
         raw = np.ascontiguousarray(np.asarray(x).astype(leaf.dtype, copy=False))
         given[leaf.offset : leaf.offset + raw.nbytes] = raw.reshape(-1).view(np.uint8)
     words = np.frombuffer(kernels.words + b"\0" * 8, np.uint8).copy()

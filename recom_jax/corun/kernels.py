@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from recom_jax.corun import pull
-from recom_jax.corun.rules import ALIGN, Leaf, leaves_of, pulled
+from recom_jax.corun.rules import Leaf, pulled
 from recom_jax.corun.symbols import Number, Unsupported, Writer, canonical, filled, type_of
 
 TILE = 1024  # elements: four for each thread of a block
@@ -96,13 +96,10 @@ def compile_prep(prep: Callable[[Any], Any], raw_like: Any) -> PrepKernels:
       Unsupported: it does what kernels cannot express.
     """
     program = pulled(prep, raw_like)
-    results, at = [], 0
+    results, placing = [], pull.Placing()
     for x in program.outputs:
         nbytes = math.prod(x.shape) * x.dtype.itemsize
-        results.append(Result(x.shape, x.dtype, at, nbytes))
-        at += -(-max(nbytes, 1) // ALIGN) * ALIGN
-    if at >= 1 << 31 or sum(x.nbytes for x in program.leaves) >= 1 << 31:
-        raise Unsupported("a batch of 2**31 bytes or more")
+        results.append(Result(x.shape, x.dtype, placing(nbytes), nbytes))
     constants: dict[bytes, int] = {}
     drafts = [
         _draft(part, f"{k}.{n}", results[k], constants)
@@ -110,6 +107,8 @@ def compile_prep(prep: Callable[[Any], Any], raw_like: Any) -> PrepKernels:
         for n, part in enumerate(parts(x))
         if math.prod(part.array.shape)
     ]
+    if max(placing.end, program.placing.end) >= 1 << 31:
+        raise Unsupported("a batch of 2**31 bytes or more")
     classes: dict[str, list[int]] = {}
     for k, d in enumerate(drafts):
         classes.setdefault(d.text, []).append(k)
@@ -140,16 +139,15 @@ def compile_prep(prep: Callable[[Any], Any], raw_like: Any) -> PrepKernels:
     consts = bytearray(sum(-(-len(k) // 16) * 16 for k in constants))
     for raw, place in constants.items():
         consts[place : place + len(raw)] = raw
-    last = program.leaves[-1] if program.leaves else None
     return PrepKernels(
         source,
         tuple(units[k] for k in range(len(drafts))),
         np.array(words, np.int64).tobytes(),
         bytes(consts),
-        program.leaves,
-        0 if last is None else -(-(last.offset + last.nbytes) // ALIGN) * ALIGN,
+        program.leaves(),
+        program.placing.end,
         tuple(results),
-        at,
+        placing.end,
         program.out_tree,
     )
 
@@ -263,4 +261,4 @@ extern "C" __global__ void __launch_bounds__(256) recom_prep(const __grid_consta
 }}
 """
 
-__all__ = ["TILE", "PrepKernels", "Unit", "Unsupported", "compile_prep", "leaves_of"]
+__all__ = ["TILE", "PrepKernels", "Unit", "Unsupported", "compile_prep"]

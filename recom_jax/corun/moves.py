@@ -75,6 +75,17 @@ def _slice(eqn: Any, args: list[SymArray], out: Any) -> SymArray:
 def _sliced(x: SymArray, shape: tuple[int, ...], starts: Any, strides: Any) -> SymArray:
     if shape == x.shape:
         return x
+    if isinstance(x, pull.Concat) and all(s == 1 for s in strides):
+        return _cut(x, shape, starts)
+    if isinstance(x, Moved) and x.expands is not None and strides == (1,) * len(shape):
+        kept = [k for k in range(len(shape)) if k not in x.expands]
+        inner = _sliced(
+            x.source,
+            tuple(shape[k] for k in kept),
+            tuple(starts[k] for k in kept),
+            (1,) * len(kept),
+        )
+        return Moved(shape, inner, x.place, x.expands)
 
     def place(w: Writer, index: tuple[Any, ...]) -> tuple[Any, ...]:
         made = []
@@ -88,6 +99,23 @@ def _sliced(x: SymArray, shape: tuple[int, ...], starts: Any, strides: Any) -> S
         return tuple(made)
 
     return Moved(shape, x, place)
+
+
+def _cut(x: pull.Concat, shape: tuple[int, ...], starts: Any) -> SymArray:
+    """A slice of a concatenation: slices of its parts, so that units stay what they are."""
+    low, high = starts[x.axis], starts[x.axis] + shape[x.axis]
+    parts, begin = [], 0
+    for y in x.parts:
+        end = begin + y.shape[x.axis]
+        a, b = max(low, begin), min(high, end)
+        if a < b:
+            own, at = list(shape), list(starts)
+            own[x.axis], at[x.axis] = b - a, a - begin
+            parts.append(_sliced(y, tuple(own), tuple(at), (1,) * len(own)))
+        begin = end
+    if not parts:  # nothing of it
+        return pull.Const(np.zeros(shape, x.dtype))
+    return parts[0] if len(parts) == 1 else pull.Concat(parts, x.axis)
 
 
 def _split(eqn: Any, args: list[SymArray], out: Any) -> list[SymArray]:

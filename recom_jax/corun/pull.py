@@ -90,6 +90,20 @@ class SymArray:
         raise NotImplementedError
 
 
+class Placing:
+    """Hands out places in a slot, one behind the other."""
+
+    ALIGN = 256
+
+    def __init__(self) -> None:
+        self.end = 0
+
+    def __call__(self, nbytes: int) -> int:
+        at = self.end
+        self.end += -(-max(nbytes, 1) // self.ALIGN) * self.ALIGN
+        return at
+
+
 def plain(index: Sequence[Index], what: str) -> tuple[str, ...]:
     for i in index:
         if isinstance(i, RowPos):
@@ -108,11 +122,20 @@ def flat(w: Writer, shape: Sequence[int], index: Sequence[str]) -> str:
 
 
 class Input(SymArray):
-    """A leaf of the raw batch."""
+    """A leaf of the raw batch.
 
-    def __init__(self, shape: Sequence[int], dtype: Any, feature: str, offset: int) -> None:
+    Attributes:
+      offset: where it is in a slot, in bytes; -1: nobody has read it, so it needs no place.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: Any, feature: str, place: Placing) -> None:
         super().__init__(shape, dtype)
-        self.features, self.offset = frozenset([feature]), offset
+        self.features, self.offset, self._place = frozenset([feature]), -1, place
+
+    def _where(self) -> int:
+        if self.offset < 0:
+            self.offset = self._place(math.prod(self.shape) * self.dtype.itemsize)
+        return self.offset
 
     def write(self, w: Writer, index: tuple[Index, ...]) -> str:
         if index and isinstance(index[0], RowPos):
@@ -129,7 +152,7 @@ class Input(SymArray):
         if not math.prod(self.shape):
             return w.value(self.dtype, f"{C_TYPES[self.dtype]}(0)")
         return w.value(
-            self.dtype, f"load<{C_TYPES[self.dtype]}>(p.in, {w.number(self.offset)}, {place})"
+            self.dtype, f"load<{C_TYPES[self.dtype]}>(p.in, {w.number(self._where())}, {place})"
         )
 
 

@@ -95,38 +95,35 @@ def _keep_lists(
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf of a raw batch: where it is in a slot, in bytes."""
+    """A leaf of a raw batch: where it is in a slot, in bytes; -1: no kernel reads it."""
 
     path: str
-    feature: str
     shape: tuple[int, ...]
     dtype: Any
     offset: int
     nbytes: int
 
 
-ALIGN = 256
-
-
-def leaves_of(raw_like: Any) -> tuple[Leaf, ...]:
-    """The leaves of columns (arrays or ShapeDtypeStructs), side by side."""
-    made, at = [], 0
-    for path, x in jax.tree_util.tree_flatten_with_path(raw_like)[0]:
-        dtype = np.dtype(jax.dtypes.canonicalize_dtype(x.dtype))
-        nbytes = math.prod(x.shape) * dtype.itemsize
-        feature = str(getattr(path[0], "key", path[0])) if path else ""
-        made.append(Leaf(jax.tree_util.keystr(path), feature, tuple(x.shape), dtype, at, nbytes))
-        at += -(-max(nbytes, 1) // ALIGN) * ALIGN
-    return tuple(made)
-
-
 @dataclasses.dataclass(frozen=True)
 class Pulled:
-    """A program's results as arrays that can be asked for their elements, and the raw leaves that they read."""
+    """A program's results as arrays that can be asked for their elements, and the raw leaves that they read.
 
-    leaves: tuple[Leaf, ...]
+    Attributes:
+      paths: of the inputs; placing: gives each input that is read its place.
+    """
+
+    inputs: tuple[pull.Input, ...]
+    paths: tuple[str, ...]
+    placing: pull.Placing
     outputs: tuple[SymArray, ...]
     out_tree: Any
+
+    def leaves(self) -> tuple[Leaf, ...]:
+        """All inputs, as far as they have been read."""
+        return tuple(
+            Leaf(path, x.shape, x.dtype, x.offset, math.prod(x.shape) * x.dtype.itemsize)
+            for path, x in zip(self.paths, self.inputs, strict=True)
+        )
 
 
 def pulled(prep: Callable[[Any], Any], raw_like: Any) -> Pulled:
@@ -139,11 +136,16 @@ def pulled(prep: Callable[[Any], Any], raw_like: Any) -> Pulled:
         # A new function, so that JAX traces it anew rather than take a trace with operators as they are.
         closed, out = jax.make_jaxpr(lambda raw: prep(raw), return_shape=True)(raw_like)
     jaxpr = flatten(closed)
-    leaves = leaves_of(raw_like)
-    inputs = [pull.Input(x.shape, x.dtype, x.feature, x.offset) for x in leaves]
+    placing, inputs, paths = pull.Placing(), [], []
+    for path, x in jax.tree_util.tree_flatten_with_path(raw_like)[0]:
+        feature = str(getattr(path[0], "key", path[0])) if path else ""
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        inputs.append(pull.Input(x.shape, dtype, feature, placing))
+        paths.append(jax.tree_util.keystr(path))
     with pull.on_host():
         outputs = _Reader().run(compat.open_jaxpr(jaxpr), jaxpr.consts, inputs)
-    return Pulled(leaves, tuple(outputs), jax.tree.structure(out))
+    outputs_tree = jax.tree.structure(out)
+    return Pulled(tuple(inputs), tuple(paths), placing, tuple(outputs), outputs_tree)
 
 
 class _Reader:
@@ -278,4 +280,4 @@ def _text(name: str, eqn: Any, out: Any) -> str:
     raise Unsupported(f"the operation {name}")
 
 
-__all__ = ["ALIGN", "Leaf", "Pulled", "leaves_of", "pulled"]
+__all__ = ["Leaf", "Pulled", "pulled"]

@@ -157,6 +157,8 @@ class PrepRuntime:
         try:
             parts, keep = [], []
             for leaf, x in zip(self.kernels.leaves, leaves, strict=True):
+                if leaf.offset < 0:
+                    continue
                 a = np.asarray(x)
                 if a.dtype != leaf.dtype or not a.flags.c_contiguous:
                     a = np.ascontiguousarray(a, leaf.dtype)
