@@ -370,5 +370,5 @@ def test_options_say_what_runs_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_emulated", (make, 4))
     mesh = jax.make_mesh((1,), ("x",))
     pipe = corun.Pipeline(prep, step, mesh, corun.Options(runtime="stream"))
-    with pytest.raises(PipelineError, match="takes one device, not a mesh"):
+    with pytest.raises(PipelineError, match="over a mesh the stream runtime needs specs"):
         losses(pipe, [raw_batch(0)])

@@ -19,6 +19,7 @@ from recom_jax.corun import runtime as rt
 from recom_jax.corun import units
 from recom_jax.corun.device import Device, Threads
 from recom_jax.corun.kernels import PrepKernels
+from recom_jax.corun.mesh import MeshEngine, compilers_of, map_specs
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import Measured, Plan
 from recom_jax.corun.planner import plan_for, plan_for_kernels
@@ -45,6 +46,8 @@ class Pipeline:
       train_step: (state, batch) -> (state, metrics), usually jitted. It may donate its state.
       mesh: a `jax.sharding.Mesh`: batches are split along its first axis where their rows allow it, else copied to all.
       options: see `Options`.
+      specs: `PartitionSpec`s, a prefix of the prepared batch: how it is split over the mesh instead. A dimension of
+        features that is split lets each device prepare those whose tables it owns. On GPUs the stream runtime needs it.
 
     Raises:
       PipelineError: `prep` or `train_step` is not callable.
@@ -56,15 +59,17 @@ class Pipeline:
         train_step: Callable[[Any, Any], tuple[Any, Any]],
         mesh: Any = None,
         options: Options | None = None,
+        specs: Any = None,
     ) -> None:
         for name, f in (("prep", prep), ("train_step", train_step)):
             if not callable(f):
                 raise PipelineError(f"Pipeline: {name} is a function, not a {type(f).__name__}")
         self.options = options or Options()
-        self.mesh = mesh
+        self.mesh, self.specs = mesh, specs
         self._prep, self._step = prep, train_step
         self._compiled = compile_prep(prep, self.options)
-        self._compiler = Compiler(prep)
+        one_device = mesh is None or specs is None
+        self._compilers = [Compiler(prep)] if one_device else compilers_of(prep, specs, mesh)
         self._made_engine: Engine | None = None
         self._offline: Engine | None = None
         self._step_on_stream: rt.Steps | None = None
@@ -168,9 +173,11 @@ class Pipeline:
         if self.options.runtime == "threads":
             return False
         strict = self.options.runtime == "stream"
-        if self.mesh is not None:
+        if self.mesh is not None and self.specs is None:
             if strict:
-                raise PipelineError("Pipeline: the stream runtime takes one device, not a mesh")
+                raise PipelineError(
+                    "Pipeline: over a mesh the stream runtime needs specs, which say how the prepared batch is split"
+                )
             return False
         if not staging.is_staged(jax.devices()[0]) and _emulated is None:
             if strict:
@@ -187,17 +194,18 @@ class Pipeline:
         profile: bool | None = None,
     ) -> Engine:
         """Another engine for this pipeline's program and step, as `corun.measure` needs."""
+        timed = self.options.profile if profile is None else profile
         device = jax.devices()[0]
-        make, processors = _emulated or (rt.on_cuda(device), rt.processors_of(device))
-        return Engine(
-            self._compiler,
-            self._steps_of(device),
-            make,
-            device,
-            processors,
-            slots,
-            schedule,
-            self.options.profile if profile is None else profile,
+        if self.mesh is None:
+            made, processors = _place_of(device)
+            steps = self._steps_of(device)
+            return Engine(
+                self._compilers[0], steps, made, device, processors, slots, schedule, timed
+            )
+        places = [_place_of(d) for d in self.mesh.devices.flat]
+        steps = self._steps_of(self.mesh.devices.flat[0])
+        return MeshEngine(
+            self._compilers, steps, self.mesh, self.specs, places, slots, schedule, timed
         )
 
     def _steps_of(self, device: Any) -> rt.Steps:
@@ -225,7 +233,17 @@ class Pipeline:
         return f"threads: {engine.why}" if engine.why else "stream"
 
     def _place(self, batch: Any) -> Any:
-        return batch if self.mesh is None else jax.tree.map(self._shard, batch)
+        if self.mesh is None:
+            return batch
+        return (
+            jax.tree.map(self._shard, batch) if self.specs is None else self._place_by_specs(batch)
+        )
+
+    def _place_by_specs(self, batch: Any) -> Any:
+        def put(x: Any, spec: Any) -> Any:
+            return jax.device_put(x, jax.sharding.NamedSharding(self.mesh, spec))
+
+        return map_specs(put, self.specs, batch)
 
     def _shard(self, x: Any) -> Any:
         name = self.mesh.axis_names[0]
@@ -297,7 +315,7 @@ class Pipeline:
         found = None
         if engine is not None:
             found = engine.program_or_none(made, self.options.runtime == "stream")
-        if engine is None or found is None:
+        if engine is None or found is None or self.mesh is not None:
             self._plan = self._make_plan()
             return self._plan
         if not self._running.acquire(blocking=False):
@@ -342,7 +360,7 @@ class Pipeline:
 
     def _make_plan(self) -> Plan:
         kernels = None if self._made_engine is None else self._made_engine.latest()
-        if kernels is not None:
+        if kernels is not None and self.mesh is None:
             plan = plan_for_kernels(kernels, None, self._measured(), self.options)
             self._predicted_s = plan.predicted_us / 1e6
             return plan
@@ -397,6 +415,12 @@ class Pipeline:
             kernels,
             engine.stats(),
         )
+
+
+def _place_of(device: Any) -> tuple[rt.Make, int]:
+    """What makes native runtimes on a device, and its multiprocessors."""
+    found: tuple[rt.Make, int] = _emulated or (rt.on_cuda(device), rt.processors_of(device))
+    return found
 
 
 def compile_prep(prep: Callable[[Any], Any], options: Options) -> Callable[[Any], Any]:

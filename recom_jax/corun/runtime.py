@@ -186,6 +186,22 @@ class PrepRuntime:
                         found.append(made)
             return found[slot]
 
+    def abandon(self, slot: int) -> None:
+        """Gives a batch up that no step took."""
+        self.native.abandon(slot)
+
+    def key(self) -> Any:
+        """What a compiled step depends on."""
+        return self.kernels.out_tree, self.kernels.results
+
+    def batch_like(self) -> Any:
+        """Shapes of the prepared batch."""
+        return batch_like(self.kernels)
+
+    def batch(self, token: Any) -> Any:
+        """In a jitted function: the prepared batch in the slot that the token stands for."""
+        return take_batch(self.kernels, token)
+
     def close(self) -> None:
         """Waits for what runs, and lets go of the slots."""
         self.native.close()
@@ -204,30 +220,35 @@ class Steps:
         self._step, self._device = step, device
         self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, state: Any, runtime: PrepRuntime, slot: int) -> Any:
+    def __call__(self, state: Any, runtime: Any, slot: Any) -> Any:
         leaves, tree = jax.tree.flatten(state)
-        key = (tree, runtime.kernels.out_tree, runtime.kernels.results)
+        key = (tree, runtime.key())
         run = self._compiled.get(key)
         if run is None:
-            run = self._compiled[key] = self._compile(tree, state, runtime.kernels)
-        # A state is on one device; its first array stands for all.
+            run = self._compiled[key] = self._compile(tree, state, runtime)
+        # A state is on one device, or on all of a mesh; its first array stands for all.
         first = next((x for x in leaves if isinstance(x, jax.Array)), None)
         home, committed = (None, False) if first is None else staging.home_of([first])
         token = runtime.token(slot, home or self._device, committed)
         with calls.marking():
             return run(token, *leaves)
 
-    def _compile(self, tree: Any, state: Any, kernels: PrepKernels) -> Any:
+    def _compile(self, tree: Any, state: Any, runtime: Any) -> Any:
         from recom_jax.corun.probe import donated_inputs
 
         def run(token: Any, *leaves: Any) -> Any:
-            return self._step(jax.tree.unflatten(tree, leaves), take_batch(kernels, token))
+            return self._step(jax.tree.unflatten(tree, leaves), runtime.batch(token))
 
-        kinds = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in kernels.results]
-        batch = jax.tree.unflatten(kernels.out_tree, kinds)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state)
-        donated = donated_inputs(self._step, like, batch)[: len(jax.tree.leaves(state))]
+        donated = donated_inputs(self._step, like, runtime.batch_like())
+        donated = donated[: len(jax.tree.leaves(state))]
         return jax.jit(run, donate_argnums=[1 + k for k, d in enumerate(donated) if d])
+
+
+def batch_like(kernels: PrepKernels) -> Any:
+    """Shapes of the prepared batch."""
+    kinds = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in kernels.results]
+    return jax.tree.unflatten(kernels.out_tree, kinds)
 
 
 def take_batch(kernels: PrepKernels, token: Any) -> Any:

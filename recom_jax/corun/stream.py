@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ class Staged:
     """A batch in a slot, on its way or there: what `Prepared.batch` is here."""
 
     program: Program
-    slot: int
+    slot: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +51,9 @@ class Times:
 class Program:
     """Kernels and ring for one set of shapes."""
 
-    def __init__(self, shapes: rt.Shapes, runtime: rt.PrepRuntime) -> None:
+    def __init__(self, shapes: rt.Shapes, runtime: Any) -> None:
         self.shapes, self.runtime = shapes, runtime
-        self.take = jax.jit(functools.partial(rt.take_batch, runtime.kernels))
+        self.take = jax.jit(runtime.batch)
 
 
 class Compiler:
@@ -117,18 +116,20 @@ class Engine:
                 if p.shapes.fit(leaves, tree):
                     return p, leaves
             like = rt.like_with(columns, rt.roomy(rt.capacities_of(columns)))
-            kernels = self._compiler(like)
-            runtime = rt.PrepRuntime(
-                kernels,
-                self._schedule(kernels),
-                self.slots,
-                self._make,
-                self.processors,
-                self._profile,
-            )
-            made = Program(rt.Shapes.of(like), runtime)
+            made = Program(rt.Shapes.of(like), self._runtime_for(like))
             self._programs.append(made)
             return made, leaves
+
+    def _runtime_for(self, like: Any) -> Any:
+        kernels = self._compiler(like)
+        return rt.PrepRuntime(
+            kernels,
+            self._schedule(kernels),
+            self.slots,
+            self._make,
+            self.processors,
+            self._profile,
+        )
 
     def program_or_none(self, columns: Any, strict: bool) -> tuple[Program, list[Any]] | None:
         """The same, or None where kernels cannot express `prep`; `why` says why."""
@@ -148,7 +149,8 @@ class Engine:
 
     def latest(self) -> PrepKernels | None:
         """The kernels of the program made last."""
-        return self._programs[-1].runtime.kernels if self._programs else None
+        found: PrepKernels | None = self._programs[-1].runtime.kernels if self._programs else None
+        return found
 
     def reschedule(self, schedule: Callable[[PrepKernels], rt.Schedule]) -> None:
         """Another schedule; to be called between runs. Programs are made anew, kernels are kept."""
@@ -264,5 +266,5 @@ class Streams:
             self._engine.close()
             return
         for batch in left:
-            batch.program.runtime.native.abandon(batch.slot)
+            batch.program.runtime.abandon(batch.slot)
         self._engine.trim()
