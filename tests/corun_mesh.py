@@ -1,5 +1,5 @@
-"""A run over eight virtual devices, in a process of its own (`test_corun_mesh.py`): tables are parted between them, each
-prepares the ids of the tables that it owns and its rows of the dense features."""
+"""A run over eight virtual devices, in a process of its own (`test_corun_mesh.py`): tables are parted between them,
+each prepares the ids of the tables that it owns and its rows of the dense features."""
 
 import functools
 import os

@@ -33,10 +33,9 @@ def make(k: kernels.PrepKernels, /, **plan: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "_emulated", (make, 4))
     monkeypatch.setattr(calls, "_emulated", True)
-    yield
 
 
 def prep(raw: Any) -> Any:
