@@ -17,8 +17,8 @@ using cuda::Driver;
 
 cuda::Stream as_stream(Stream s) { return static_cast<cuda::Stream>(s); }
 
-// The kernel of an image on a device, loaded once a process and kept: programs are few, and what the
-// driver makes of PTX takes it a while.
+// The kernel of an image on a device, loaded once a process and kept: programs are few, and what
+// the driver makes of PTX takes it a while.
 cuda::Function loaded(const Driver& d, int device, std::string_view image) {
   static std::mutex mutex;
   static auto* functions = new std::map<std::pair<int, std::string>, cuda::Function>;

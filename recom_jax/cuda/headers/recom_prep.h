@@ -14,7 +14,8 @@ struct PrepTile {
   int unused;
 };
 
-// Tiles are taken in turns by however many blocks there are, so the grid alone decides the share of the device.
+// Tiles are taken in turns by however many blocks there are, so the grid alone decides the share of
+// the device.
 struct PrepParams {
   const PrepTile* tiles;
   const long long* words;
