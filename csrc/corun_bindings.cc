@@ -1,8 +1,10 @@
 #include "corun_bindings.h"
 
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -56,6 +58,43 @@ py::dict stats(Runtime& r) {
   return d;
 }
 
+// `places`: (offset, or -1 for a leaf that nobody reads; bytes at most; kind and size of its elements) of each leaf.
+using Places = std::vector<std::tuple<int64_t, int64_t, char, int>>;
+
+py::object stage(Runtime& r, const py::list& leaves, const Places& places, int threads) {
+  if (leaves.size() != places.size()) throw std::invalid_argument("recom corun: other leaves");
+  std::vector<Runtime::Part> parts;
+  parts.reserve(places.size());
+  for (size_t i = 0; i < places.size(); ++i) {
+    const auto& [offset, most, kind, size] = places[i];
+    if (offset < 0) continue;
+    const py::handle h = leaves[i];
+    if (!py::isinstance<py::array>(h)) return py::none();
+    const auto a = py::reinterpret_borrow<py::array>(h);
+    const auto dtype = a.dtype();
+    if (!(a.flags() & py::array::c_style) || dtype.kind() != kind || dtype.itemsize() != size ||
+        a.nbytes() > most) {
+      return py::none();
+    }
+    if (a.nbytes() > 0) {
+      parts.push_back({reinterpret_cast<uintptr_t>(a.data()), static_cast<int64_t>(a.nbytes()), offset});
+    }
+  }
+  int slot;
+  {
+    const py::gil_scoped_release released;
+    slot = r.acquire();
+    try {
+      r.pack(slot, parts, threads);
+      r.commit(slot);
+    } catch (...) {
+      r.abandon(slot);
+      throw;
+    }
+  }
+  return py::int_(slot);
+}
+
 }  // namespace
 
 void bind_corun(py::module_& m) {
@@ -99,6 +138,9 @@ void bind_corun(py::module_& m) {
             r.pack(slot, made, threads);
           },
           py::arg("slot"), py::arg("parts"), py::arg("threads"))
+      .def("stage", &stage, py::arg("leaves"), py::arg("places"), py::arg("threads"),
+           "Acquires a slot, packs arrays into it and commits it, without the GIL; the slot, or None where an array is "
+           "not as its place wants it.")
       .def("commit", &Runtime::commit, release())
       .def("abandon", &Runtime::abandon, release())
       .def(

@@ -43,7 +43,7 @@ class Device(Protocol):
     """Runs preprocessing beside the train step. Calls come from one thread."""
 
     def submit(self, raw: Any) -> Ticket:
-        """Begins to prepare a raw batch; never waits for it. The caller bounds how many are in flight."""
+        """Begins to prepare a raw batch. The caller bounds how many are in flight."""
 
     def step(self, state: Any, batch: Any) -> Any:
         """Dispatches the step on a batch that `submit` prepared: (state, metrics)."""

@@ -16,6 +16,7 @@ from recom_jax import stage as staging
 from recom_jax.cache import Cache
 from recom_jax.corun import calls
 from recom_jax.corun.kernels import PrepKernels
+from recom_jax.errors import PipelineError
 from recom_jax.options import Options as CompilerOptions
 from recom_jax.preprocess.ingest import ladder
 from recom_jax.preprocess.values import Jagged
@@ -143,6 +144,10 @@ class PrepRuntime:
             mode=schedule.mode,
             profile=profile,
         )
+        self._places = [
+            (x.offset, x.nbytes, np.dtype(x.dtype).kind, np.dtype(x.dtype).itemsize)
+            for x in kernels.leaves
+        ]
         self._slots = slots
         self._tokens: dict[tuple[Any, bool], list[Any]] = {}
         self._lock = threading.Lock()
@@ -153,23 +158,16 @@ class PrepRuntime:
 
         Waits for a slot. Lists may be shorter than the program's capacity.
         """
-        slot: int = self.native.acquire()
-        try:
-            parts, keep = [], []
-            for leaf, x in zip(self.kernels.leaves, leaves, strict=True):
-                if leaf.offset < 0:
-                    continue
-                a = np.asarray(x)
-                if a.dtype != leaf.dtype or not a.flags.c_contiguous:
-                    a = np.ascontiguousarray(a, leaf.dtype)
-                keep.append(a)
-                if a.nbytes:
-                    parts.append((a.__array_interface__["data"][0], a.nbytes, leaf.offset))
-            self.native.pack(slot, parts, self._threads)
-            self.native.commit(slot)
-        except BaseException:
-            self.native.abandon(slot)
-            raise
+        leaves = list(leaves)
+        slot: int | None = self.native.stage(leaves, self._places, self._threads)
+        if slot is None:  # other kinds of arrays: made what they should be
+            leaves = [
+                np.ascontiguousarray(np.asarray(x), leaf.dtype)
+                for leaf, x in zip(self.kernels.leaves, leaves, strict=True)
+            ]
+            slot = self.native.stage(leaves, self._places, self._threads)
+        if slot is None:
+            raise PipelineError("Pipeline: a batch changed while it was packed")
         return slot
 
     def token(self, slot: int, device: Any, committed: bool) -> Any:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from recom_jax.corun import runtime as rt
-from recom_jax.corun.device import Prepared
+from recom_jax.corun.device import Prepared, Ticket
 from recom_jax.corun.kernels import PrepKernels, compile_prep
 from recom_jax.corun.symbols import Unsupported
 from recom_jax.errors import CudaError, PipelineError
@@ -205,7 +205,7 @@ class Engine:
 
 
 class Streams:
-    """One run's `Device`: packs on a thread, in order.
+    """One run's `Device`: packs on the thread that reads, in order.
 
     A program that kernels cannot express is run by XLA instead, on that thread: right, but not beside the step.
 
@@ -225,13 +225,18 @@ class Streams:
     ) -> None:
         self._engine, self._ingest, self._plain = engine, ingest, plain
         self._step, self._strict = step, strict
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "recom-corun-pack")
         self._waiting: list[Staged] = []
         self._lock = threading.Lock()
         self._last: Any = None
 
-    def submit(self, raw: Any) -> concurrent.futures.Future[Prepared]:
-        return self._pool.submit(self._run, raw)
+    def submit(self, raw: Any) -> Ticket:
+        """Packs on the caller's thread, which is the reader's: one thread less that asks for Python's lock."""
+        done: concurrent.futures.Future[Prepared] = concurrent.futures.Future()
+        try:
+            done.set_result(self._run(raw))
+        except Exception as why:
+            done.set_exception(why)
+        return done
 
     def _run(self, raw: Any) -> Prepared:
         begun = time.perf_counter()
@@ -257,7 +262,6 @@ class Streams:
         return made
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             left, self._waiting = self._waiting, []
         try:
