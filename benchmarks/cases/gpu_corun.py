@@ -115,6 +115,8 @@ def measure(context: Context, number: int, size: int) -> Result:
             "report": str(pipe.report()),
             "kernels_ms": [[n, 1e3 * p, 1e3 * m] for n, p, m in pipe.report().kernels],
             "hidden": report.hidden,
+            "held_out_us": [] if pipe.probed is None else [list(x) for x in pipe.probed.parts],
+            "alone_us": None if pipe.probed is None else pipe.probed.alone_us,
             "prediction_error": report.prediction_error,
         }
     }

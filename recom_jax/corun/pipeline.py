@@ -73,6 +73,7 @@ class Pipeline:
         self._made_engine: Engine | None = None
         self._offline: Engine | None = None
         self._step_on_stream: rt.Steps | None = None
+        self.probed: Probed | None = None
         self._source: Source | None = None
         self._position = 0
         self._running = threading.Lock()
@@ -323,7 +324,7 @@ class Pipeline:
                 "make_plan: this pipeline is running; close that run's generator first"
             )
         try:
-            probed = self._probe(made) if self.options.probe else None
+            probed = self.probed = self._probe(made) if self.options.probe else None
             kernels = found[0].runtime.kernels
             self._plan = plan_for_kernels(kernels, probed, self._measured(), self.options)
             self._predicted_s = self._plan.predicted_us / 1e6

@@ -29,7 +29,7 @@ from recom_jax.corun.probe import REST
 from recom_jax.corun.stream import Engine, Times
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-BESIDE = (0.5, 0.125)
+BESIDE = (0.25, 0.0625)
 PARTS = 12
 STEPS = 40  # of a run; the ring of samples drops the last ones
 WARM = 6
@@ -42,14 +42,14 @@ class Probed:
     Attributes:
       stages: the step's, with what each leaves free; device: the cost model's constants.
       rates: (class of code, microseconds of an element of it on the whole device).
-      errors: of predictions for parts that nothing was fitted to, relative.
+      parts: (share, predicted, measured microseconds) of kernels that nothing was fitted to.
       alone_us: all of the program in one kernel, with the whole device; step_us: the step.
     """
 
     stages: tuple[Stage, ...]
     device: Device
     rates: tuple[tuple[int, float], ...]
-    errors: tuple[float, ...]
+    parts: tuple[tuple[float, float, float], ...]
     alone_us: float
     step_us: float
 
@@ -63,10 +63,15 @@ class Probed:
             tuple(Stage(**s) for s in d["stages"]),
             Device(**d["device"]),
             tuple((int(k), float(v)) for k, v in d["rates"]),
-            tuple(d["errors"]),
+            tuple((float(s), float(p), float(m)) for s, p, m in d["parts"]),
             d["alone_us"],
             d["step_us"],
         )
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Of those predictions, relative to what was measured."""
+        return tuple((p - m) / m for _, p, m in self.parts)
 
     @property
     def within_tenth(self) -> float:
@@ -139,8 +144,8 @@ def alone(
 
 def fitted(
     kernels: PrepKernels, took: dict[str, float], parts: Sequence[tuple[tuple[int, ...], float]]
-) -> tuple[Device, dict[int, float], tuple[float, ...]]:
-    """The cost model of what kernels took alone, in microseconds: constants, rates of classes, errors of the parts."""
+) -> tuple[Device, dict[int, float], tuple[tuple[float, float, float], ...]]:
+    """The cost model of what kernels took alone, in microseconds: constants, rates of classes, and the parts' times."""
     elements: dict[int, int] = collections.Counter()
     for u in kernels.units:
         elements[u.cls] += u.rows * u.inner
@@ -153,7 +158,7 @@ def fitted(
     work = max(whole_us - launch, 1e-9)
     gains = [work / max(took[f"share {s}"] - launch, 1e-9) / s for s in SHARES[1:]]
     device = Device(launch, max(1.0, statistics.median(gains)))
-    errors = []
+    held_out = []
     for k, (units, share) in enumerate(parts):
         found = took[f"part {k}"]
         mine = sum(
@@ -161,8 +166,8 @@ def fitted(
             for u in units
         )
         predicted = launch + mine / min(1.0, share * device.bandwidth_gain)
-        errors.append((predicted - found) / found)
-    return device, rates, tuple(errors)
+        held_out.append((share, predicted, found))
+    return device, rates, tuple(held_out)
 
 
 def _in_stage(
@@ -215,7 +220,7 @@ def probe(
     times = run(first)
     kernels, parts = drawn[0]
     took = {name: median(values) for name, values in times.kernels}
-    device, rates, errors = fitted(kernels, took, parts)
+    device, rates, held_out = fitted(kernels, took, parts)
     whole_us = took[f"share {SHARES[0]}"]
     ends = [median(values) for _, values in times.stages]
     step_us = max([median(times.steps), *(e for e in ends if not math.isnan(e))])
@@ -241,7 +246,7 @@ def probe(
         tuple(Stage(n, us, f, f) for (n, us), f in zip(stages, free, strict=True)),
         device,
         tuple(sorted(rates.items())),
-        errors,
+        held_out,
         whole_us,
         step_us,
     )
