@@ -61,6 +61,8 @@ inline constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHost
   X(copy_to_host_async, "cuMemcpyDtoHAsync_v2", (void*, Pointer, size_t, Stream))                                \
   X(stream_capturing, "cuStreamIsCapturing", (Stream, int*))                                                     \
   X(stream_create, "cuStreamCreate", (Stream*, unsigned))                                                        \
+  X(stream_create_priority, "cuStreamCreateWithPriority", (Stream*, unsigned, int))                              \
+  X(stream_priorities, "cuCtxGetStreamPriorityRange", (int*, int*))                                              \
   X(stream_synchronize, "cuStreamSynchronize", (Stream))                                                         \
   X(stream_destroy, "cuStreamDestroy_v2", (Stream))                                                              \
   X(mem_set_async, "cuMemsetD8Async", (Pointer, unsigned char, size_t, Stream))                                  \

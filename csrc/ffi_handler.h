@@ -15,6 +15,10 @@ void* cuda_execute_handler();
 // Staging (cuda_stage.h), and what stands for it without a GPU.
 void* stage_on_host_handler();
 void* stage_on_cuda_handler();
+// Co-running (corun_runtime.h), and its simulation without a GPU.
+void* corun_take_handler(bool cuda);
+void* corun_mark_handler(bool cuda);
+void* corun_pass_handler(bool cuda);
 
 }  // namespace recom
 

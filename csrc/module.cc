@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "corun_bindings.h"
 #include "cuda_bindings.h"
 #include "cuda_module.h"
 #include "cuda_stage.h"
@@ -231,6 +232,9 @@ py::dict handlers() {
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
   d["recom_row_sums_v1"] = py::capsule(row_sums_v1_handler());
   d["recom_stage_v1"] = py::capsule(stage_on_host_handler());
+  d["recom_corun_take_v1"] = py::capsule(corun_take_handler(false));
+  d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(false));
+  d["recom_corun_pass_v1"] = py::capsule(corun_pass_handler(false));
   return d;
 }
 
@@ -241,6 +245,9 @@ py::dict cuda_handlers() {
   d["recom_fused_v1"] = stages;
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
   d["recom_stage_v1"] = py::capsule(stage_on_cuda_handler());
+  d["recom_corun_take_v1"] = py::capsule(corun_take_handler(true));
+  d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(true));
+  d["recom_corun_pass_v1"] = py::capsule(corun_pass_handler(true));
   return d;
 }
 
@@ -267,4 +274,5 @@ PYBIND11_MODULE(_recom, m) {
   bind_packing(m);
   bind_strings(m);
   recom::bind_cuda(m);
+  recom::bind_corun(m);
 }

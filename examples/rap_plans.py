@@ -1,4 +1,4 @@
-"""RAP's four preprocessing plans as tables, with raw batches and the models that they feed.
+"""RAP's four preprocessing plans as tables, and a heavier one, with raw batches and the models that they feed.
 
     plan = rap_plans.plan(2)                        # counts of operators as published
     raw = plan.raw_batch(4096, seed=0)              # dense features with nulls, lists of ids, labels
@@ -7,6 +7,8 @@
 Plans 0 and 1: 13 dense, 26 sparse and a bucketised feature, one operator after the other (Criteo Kaggle and Terabyte;
 they differ in the model). Plans 2 and 3: twice and four times as many features; each has an operator of its own, four
 times, with other parameters each time: four numbers a dense feature, four lists a sparse one, read from its table.
+Plan 4 is not RAP's: plan 3's features, and each sparse one is hashed nine times over, four times, so that
+preprocessing takes about as long as training on a GPU that has much more arithmetic than RAP's.
 """
 
 import dataclasses
@@ -23,10 +25,13 @@ from recom_jax.preprocess.ingest import ladder
 
 TIMES = 4
 LISTS = 3  # ids that a model reads of a list
+HASHES = 8  # of plan 4, in front of the last one
 DENSE = {2: {"logit": 7, "boxcox": 9, "onehot": 10}, 3: {"logit": 16, "boxcox": 21, "onehot": 15}}
+DENSE[4] = DENSE[3]
 SPARSE = {
     2: {"sigrid_hash": 11, "clamp": 16, "firstx": 12, "ngram": 13},
     3: {"sigrid_hash": 25, "clamp": 28, "firstx": 25, "ngram": 26},
+    4: {"sigrid_hash": 104},
 }
 
 
@@ -35,7 +40,7 @@ class RapPlan:
     """A plan: its program, its features, and what its model looks like.
 
     Attributes:
-      number: 0 to 3.
+      number: 0 to 4.
       program: raw columns to outputs, see `preprocess.program`.
       kinds: sparse feature -> the operator that it goes through (plans 2 and 3), which says what its raw ids are.
       rows: of each table; mean_length: of the raw lists.
@@ -110,15 +115,15 @@ class RapPlan:
 def plan(
     number: int, *, rows: int | None = None, mean_length: float | None = None, shrink: int = 1
 ) -> RapPlan:
-    """RAP's plan 0, 1, 2 or 3.
+    """RAP's plan 0, 1, 2 or 3, or plan 4.
 
     Args:
       rows: of each table (default: 100,000 for plans 0 and 1, the published 65,536 for 2 and 3).
       mean_length: of raw lists (default: 1 for plans 0 and 1, as in Criteo's data, else 4).
       shrink: 1 for RAP's numbers of features; k for a k-th of them (at least one of each kind), for tests.
     """
-    if number not in (0, 1, 2, 3):
-        raise ValueError(f"RAP has plans 0 to 3, not {number}")
+    if number not in (0, 1, 2, 3, 4):
+        raise ValueError(f"RAP has plans 0 to 3, here is a plan 4, and no plan {number}")
     size = rows or (100_000 if number < 2 else 65_536)
     if number < 2:
         dense = tuple(f"I{k}" for k in range(1, 1 + 13 // shrink))
@@ -132,7 +137,7 @@ def plan(
     table = {}
     for name, kind in zip((*dense, *sparse), (*dense_kinds, *sparse_kinds), strict=True):
         for k in range(TIMES):
-            table[f"{name}.{k}"] = [name, parameters(kind, k, size)]
+            table[f"{name}.{k}"] = [name, *chain(number, kind, k), parameters(kind, k, size)]
     kinds = tuple(zip(sparse, sparse_kinds, strict=True))
     return RapPlan(number, pp.program(table), dense, sparse, kinds, size, mean_length or 4.0)
 
@@ -153,6 +158,15 @@ def criteo_table(dense: tuple[str, ...], sparse: tuple[str, ...], rows: int) -> 
         ]
     table["bucket"] = ["@filled", ("bucketize", {"borders": [0.5, 1.0, 1.5]})]
     return table
+
+
+def chain(number: int, kind: str, k: int) -> list[tuple[str, dict[str, Any]]]:
+    """What stands in front of an operator."""
+    if number < 4 or kind != "sigrid_hash":
+        return []
+    return [
+        ("sigrid_hash", {"salt": 100 * k + n, "max_value": (1 << 31) - 1}) for n in range(HASHES)
+    ]
 
 
 def parameters(kind: str, k: int, rows: int) -> tuple[str, dict[str, Any]]:

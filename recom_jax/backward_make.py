@@ -9,7 +9,8 @@ import jax
 
 from recom_jax import compat, linear, row_sums
 from recom_jax.backward import Pullback
-from recom_jax.detect import Detected, detect
+from recom_jax.detect import detect
+from recom_jax.detect_values import Detected
 from recom_jax.errors import EncodeError
 from recom_jax.lowering import FusedCall
 from recom_jax.schedule import Scheduled, schedule

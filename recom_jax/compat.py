@@ -371,13 +371,21 @@ def stablehlo_target(version: tuple[int, ...]) -> Iterator[None]:
             hlo.get_version_from_compatibility_requirement = original
 
 
-def identity_primitive(name: str, label: str, transposed: Callable[[str], str]) -> Any:
-    """A primitive that returns its operands, with a string parameter `label`; its transpose has `transposed` of it."""
+def identity_primitive(
+    name: str, label: str, transposed: Callable[[str], str], lower: Callable[..., Any]
+) -> Any:
+    """A primitive that returns its operands, with a string parameter `label`; its transpose has `transposed` of it.
+
+    Args:
+      lower: its lowering rule on CPUs and CUDA devices; elsewhere it is nothing.
+    """
     prim = Primitive(name)
     prim.multiple_results = True
     prim.def_impl(lambda *args, **_: list(args))
     prim.def_abstract_eval(lambda *avals, **_: list(avals))
     mlir.register_lowering(prim, lambda ctx, *args, **_: args)
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(prim, lower, platform=platform)
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         out = prim.bind(*primals, **params)

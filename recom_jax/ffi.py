@@ -18,6 +18,9 @@ FUSED = "recom_fused_v1"
 ROW_SUMS = "recom_row_sums_v1"
 EMPTY = "recom_empty_v1"
 STAGE = "recom_stage_v1"
+TAKE = "recom_corun_take_v1"
+MARK = "recom_corun_mark_v1"
+PASS = "recom_corun_pass_v1"
 
 _LOCK = threading.Lock()
 _registered = False
@@ -34,8 +37,8 @@ def register() -> None:
         # Kept by JAX until its CUDA plugin asks for them, if ever.
         for name, stages in extension().cuda_handlers().items():
             jax.ffi.register_ffi_target(name, stages, platform="CUDA")
-        for name in (FUSED, ROW_SUMS):
-            compat.promise_stable(name)  # the name carries its version
+        for stable in (FUSED, ROW_SUMS, PASS):  # their names carry their versions
+            compat.promise_stable(stable)
         _registered = True
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from recom_jax import compat, ir
-from recom_jax.detect import Detected, Output, Part, Refuse, Val, row_major
+from recom_jax.detect_values import Detected, Output, Part, Refuse, Val, row_major
 from recom_jax.errors import EncodeError
 from recom_jax.linear_parts import Mover, all_of, as_int32, product, row_of
 from recom_jax.schedule import Piece, piece_of

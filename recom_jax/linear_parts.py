@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from recom_jax import ir
-from recom_jax.detect import Part, Val
+from recom_jax.detect_values import Part, Val
 
 
 def row_of(pool: ir.Pool, t: ir.Take, drops: bool, masks: Sequence[ir.Expr]) -> ir.Expr:

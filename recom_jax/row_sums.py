@@ -18,7 +18,7 @@ import numpy as np
 from recom_jax import compat, ir
 from recom_jax.cpu import Encoded
 from recom_jax.cpu.encode import constants
-from recom_jax.detect import Detected, Output, Part, Val, row_major
+from recom_jax.detect_values import Detected, Output, Part, Val, row_major
 from recom_jax.errors import EncodeError
 from recom_jax.linear import Linear, Term
 from recom_jax.schedule import Scheduled, schedule

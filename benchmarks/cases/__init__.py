@@ -12,6 +12,7 @@ from benchmarks.cases import (
     corun,
     first_result,
     gpu,
+    gpu_corun,
     gpu_end_to_end,
     idioms,
     micro,
@@ -87,5 +88,17 @@ ALL = (
         gpu=True,
     ),
     Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
+    *(
+        Case(
+            f"gpu_corun_{number}",
+            f"CUDA: RAP's plan {number} beside training"
+            if number < 4
+            else "CUDA: a heavier plan beside training",
+            2,
+            functools.partial(gpu_corun.run, number=number),
+            gpu=True,
+        )
+        for number in range(5)
+    ),
 )
 CASES = {case.name: case for case in ALL}

@@ -191,7 +191,9 @@ def recom_bytes(model: RecomModel, batch: Any) -> int:
 def copy_bandwidth(nbytes: int = 2 << 30) -> float:
     """TB/s of a large copy on the device, read and written bytes both counted."""
     x = jnp.zeros(nbytes // 4, jnp.float32)
-    copy = jax.jit(lambda a: a + 1)  # XLA's code for single bytes is far from the memory's bandwidth
+    copy = jax.jit(
+        lambda a: a + 1
+    )  # XLA's code for single bytes is far from the memory's bandwidth
     us = pipelined(copy, x, calls=4, repeats=5)
     return 2 * nbytes / float(np.median(us)) / 1e6
 

@@ -1,7 +1,7 @@
 """What runs preprocessing beside the step: one small interface, and its CPU form, a pool of threads.
 
-The pipeline knows this interface alone. A form for CUDA (a stream of its own, a ring in device memory, kernels started
-by events at the step's stage boundaries) replaces `Threads` without a change elsewhere.
+The pipeline knows this interface alone. The form for CUDA is in `stream.py`: a stream of its own, a ring in device
+memory, kernels started by events at the step's stage boundaries.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class Device(Protocol):
     """Runs preprocessing beside the train step. Calls come from one thread."""
 
     def submit(self, raw: Any) -> Ticket:
-        """Begins to prepare a raw batch; never waits for it. The caller bounds how many are in flight."""
+        """Begins to prepare a raw batch. The caller bounds how many are in flight."""
+
+    def step(self, state: Any, batch: Any) -> Any:
+        """Dispatches the step on a batch that `submit` prepared: (state, metrics)."""
 
     def close(self) -> None:
         """Waits for what runs, gives up what doesn't, and frees everything. No call comes after it."""
@@ -56,6 +59,7 @@ class Threads:
       ingest: makes columns of a raw batch, on the host.
       prep: the compiled program, from columns to the step's batch.
       place: puts the batch where the step wants it.
+      step: the user's.
       workers: how many threads.
     """
 
@@ -64,9 +68,10 @@ class Threads:
         ingest: Callable[[Any], Any],
         prep: Callable[[Any], Any],
         place: Callable[[Any], Any],
+        step: Callable[[Any, Any], Any],
         workers: int,
     ) -> None:
-        self._ingest, self._prep, self._place = ingest, prep, place
+        self._ingest, self._prep, self._place, self._step = ingest, prep, place, step
         self._pool = concurrent.futures.ThreadPoolExecutor(workers, "recom-corun-prep")
 
     def submit(self, raw: Any) -> Ticket:
@@ -78,6 +83,9 @@ class Threads:
         ready = time.perf_counter()
         batch = jax.block_until_ready(self._place(self._prep(columns)))
         return Prepared(batch, ready - begun, time.perf_counter() - ready)
+
+    def step(self, state: Any, batch: Any) -> Any:
+        return self._step(state, batch)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,7 +1,8 @@
 """`stage`: marks where a stage of the train step ends, without changing what is computed.
 
 A marker is an identity in the program. It differentiates to a marker named ``NAME:bwd``, so that the stages of the
-backward pass are found as well, and costs nothing at run time on the CPU.
+backward pass are found as well. It costs nothing at run time, except in a co-run step on a GPU, where preprocessing
+kernels start at markers (`calls.py`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from typing import Any
 import jax
 
 from recom_jax import compat
+from recom_jax.corun.calls import lower_mark
 from recom_jax.errors import PipelineError
 
-stage_p = compat.identity_primitive("recom_stage_end", "name", lambda name: _backward(name))
+stage_p = compat.identity_primitive(
+    "recom_stage_end", "name", lambda name: _backward(name), lower_mark
+)
 
 
 def _backward(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 from recom_jax.errors import OptionError
 
 Last = Literal["keep", "drop", "error"]
+Runtime = Literal["auto", "threads", "stream"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Options:
         never do.
       fused: whether prep goes through the fusion compiler, ``recom_jax.Options(fuse_values=True)``; False: `jax.jit`
         alone. It compiles faster, and runs faster or slower, by the program.
+      runtime: "stream" prepares on a GPU, by kernels on a stream of our own; "threads" by JAX on threads; "auto"
+        takes the stream on one CUDA device, where it can.
+      profile: time each kernel beside the step (stream runtime), for `report`.
       steps_in_flight: steps that may be dispatched and unfinished before the pipeline waits for the oldest.
       probe: measure the train step's stages (`corun.stage`) for the plan. Compiles each stage once more.
       min_share, max_share: bounds of the share of the device that preprocessing may take at a time, in the plan.
@@ -39,6 +43,8 @@ class Options:
     last: Last = "keep"
     copy: bool = True
     fused: bool = False
+    runtime: Runtime = "auto"
+    profile: bool = False
     steps_in_flight: int = 2
     probe: bool = False
     min_share: float = 0.0625
@@ -56,6 +62,10 @@ class Options:
                 )
         if self.last not in ("keep", "drop", "error"):
             raise OptionError(f"corun.Options.last is keep, drop or error, not {self.last!r}")
+        if self.runtime not in ("auto", "threads", "stream"):
+            raise OptionError(
+                f"corun.Options.runtime is auto, threads or stream, not {self.runtime!r}"
+            )
         if not 0 < self.min_share <= self.max_share <= 1:
             raise OptionError(
                 f"corun.Options: 0 < min_share <= max_share <= 1, not {self.min_share} and {self.max_share}"

@@ -12,16 +12,29 @@ from typing import Any
 import jax
 import numpy as np
 
+import recom_jax
+from recom_jax import stage as staging
+from recom_jax.cache import Cache, key_of
+from recom_jax.corun import runtime as rt
+from recom_jax.corun import units
 from recom_jax.corun.device import Device, Threads
+from recom_jax.corun.kernels import PrepKernels
+from recom_jax.corun.mesh import MeshEngine, compilers_of, map_specs
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import Measured, Plan
+from recom_jax.corun.planner import plan_for, plan_for_kernels
+from recom_jax.corun.probe import REST, cut, donated_inputs, key_of_step
+from recom_jax.corun.probe_stream import Probed, probe
 from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
+from recom_jax.corun.stream import Compiler, Engine, Streams
 from recom_jax.errors import PipelineError
 from recom_jax.preprocess.ingest import columns, snapshot
+from recom_jax.trace import flatten
 
 _KEEP = 4096  # samples of steps
+_emulated: Any = None  # tests: (what makes native runtimes, processors) on a CPU
 
 
 class Pipeline:
@@ -33,6 +46,8 @@ class Pipeline:
       train_step: (state, batch) -> (state, metrics), usually jitted. It may donate its state.
       mesh: a `jax.sharding.Mesh`: batches are split along its first axis where their rows allow it, else copied to all.
       options: see `Options`.
+      specs: `PartitionSpec`s, a prefix of the prepared batch: how it is split over the mesh instead. A dimension of
+        features that is split lets each device prepare those whose tables it owns. On GPUs the stream runtime needs it.
 
     Raises:
       PipelineError: `prep` or `train_step` is not callable.
@@ -44,14 +59,21 @@ class Pipeline:
         train_step: Callable[[Any, Any], tuple[Any, Any]],
         mesh: Any = None,
         options: Options | None = None,
+        specs: Any = None,
     ) -> None:
         for name, f in (("prep", prep), ("train_step", train_step)):
             if not callable(f):
                 raise PipelineError(f"Pipeline: {name} is a function, not a {type(f).__name__}")
         self.options = options or Options()
-        self.mesh = mesh
+        self.mesh, self.specs = mesh, specs
         self._prep, self._step = prep, train_step
         self._compiled = compile_prep(prep, self.options)
+        one_device = mesh is None or specs is None
+        self._compilers = [Compiler(prep)] if one_device else compilers_of(prep, specs, mesh)
+        self._made_engine: Engine | None = None
+        self._offline: Engine | None = None
+        self._step_on_stream: rt.Steps | None = None
+        self.probed: Probed | None = None
         self._source: Source | None = None
         self._position = 0
         self._running = threading.Lock()
@@ -88,12 +110,15 @@ class Pipeline:
             source = self._source_for(raw_batches, start)
             self._position = source.position
             o = self.options
-            with Ring(source, self._device(), o.slots, o.close_timeout_s, o.copy) as ring:
-                yield from self._steps(ring, state)
+            device = self._device()
+            with Ring(source, device, o.slots, o.close_timeout_s, o.copy) as ring:
+                yield from self._steps(ring, device, state)
         finally:
             self._running.release()
 
-    def _steps(self, ring: Ring, state: Any) -> Generator[tuple[Any, Any], None, None]:
+    def _steps(
+        self, ring: Ring, device: Device, state: Any
+    ) -> Generator[tuple[Any, Any], None, None]:
         flying: collections.deque[Any] = collections.deque()
         while True:
             asked = time.perf_counter()
@@ -105,7 +130,7 @@ class Pipeline:
             came = time.perf_counter()
             if self._seen is None:
                 self._seen = like(state)
-            state, metrics = self._step(state, prepared.batch)
+            state, metrics = device.step(state, prepared.batch)
             self._position = number + 1
             ring.done()
             flying.append(metrics)
@@ -131,10 +156,95 @@ class Pipeline:
         return self._source
 
     def _device(self) -> Device:
-        return Threads(self._ingest, self._compiled, self._place, self.options.workers)
+        engine = self._engine()
+        if engine is None:
+            return Threads(
+                self.ingest, self._compiled, self._place, self._step, self.options.workers
+            )
+        strict = self.options.runtime == "stream"
+        return Streams(engine, self.ingest, self._compiled, self._step, strict)
+
+    def _engine(self) -> Engine | None:
+        """What runs preprocessing on a GPU, made at the first run; None: threads do."""
+        if self._made_engine is None and self._may_stream():
+            self._made_engine = self.make_engine(self.options.slots, self.schedule_of)
+        return self._made_engine
+
+    def _may_stream(self) -> bool:
+        if self.options.runtime == "threads":
+            return False
+        strict = self.options.runtime == "stream"
+        if self.mesh is not None and self.specs is None:
+            if strict:
+                raise PipelineError(
+                    "Pipeline: over a mesh the stream runtime needs specs, which say how the prepared batch is split"
+                )
+            return False
+        if not staging.is_staged(jax.devices()[0]) and _emulated is None:
+            if strict:
+                raise PipelineError(
+                    f"Pipeline: the stream runtime needs a CUDA device; JAX runs on {jax.devices()[0].platform}"
+                )
+            return False
+        return True
+
+    def make_engine(
+        self,
+        slots: int,
+        schedule: Callable[[PrepKernels], rt.Schedule],
+        profile: bool | None = None,
+    ) -> Engine:
+        """Another engine for this pipeline's program and step, as `corun.measure` needs."""
+        timed = self.options.profile if profile is None else profile
+        device = jax.devices()[0]
+        if self.mesh is None:
+            made, processors = _place_of(device)
+            steps = self._steps_of(device)
+            return Engine(
+                self._compilers[0], steps, made, device, processors, slots, schedule, timed
+            )
+        places = [_place_of(d) for d in self.mesh.devices.flat]
+        steps = self._steps_of(self.mesh.devices.flat[0])
+        return MeshEngine(
+            self._compilers, steps, self.mesh, self.specs, places, slots, schedule, timed
+        )
+
+    def _steps_of(self, device: Any) -> rt.Steps:
+        if self._step_on_stream is None:
+            self._step_on_stream = rt.Steps(self._step, device)
+        return self._step_on_stream
+
+    def schedule_of(self, kernels: PrepKernels) -> rt.Schedule:
+        """The plan's, as far as there is one for these kernels; else everything beside the step's beginning."""
+        found = None if self._plan is None else units.schedule_of(self._plan, kernels)
+        return found or rt.whole(kernels, rt.PLAN, self.options.max_share)
+
+    def streams(self, raw: Any) -> bool:
+        """Whether batches like this one are prepared by kernels on a stream of ours."""
+        engine = self._engine()
+        strict = self.options.runtime == "stream"
+        return engine is not None and engine.program_or_none(columns(raw), strict) is not None
+
+    @property
+    def runtime(self) -> str:
+        """What prepares batches: "threads", "stream", or why it is not the stream. Known after the first batch."""
+        engine = self._made_engine
+        if engine is None:
+            return "threads"
+        return f"threads: {engine.why}" if engine.why else "stream"
 
     def _place(self, batch: Any) -> Any:
-        return batch if self.mesh is None else jax.tree.map(self._shard, batch)
+        if self.mesh is None:
+            return batch
+        return (
+            jax.tree.map(self._shard, batch) if self.specs is None else self._place_by_specs(batch)
+        )
+
+    def _place_by_specs(self, batch: Any) -> Any:
+        def put(x: Any, spec: Any) -> Any:
+            return jax.device_put(x, jax.sharding.NamedSharding(self.mesh, spec))
+
+        return map_specs(put, self.specs, batch)
 
     def _shard(self, x: Any) -> Any:
         name = self.mesh.axis_names[0]
@@ -168,6 +278,12 @@ class Pipeline:
     def prepare(self, raw: Any) -> Any:
         """One batch, prepared here and now: what `train_step` gets for this raw batch."""
         raw = snapshot(raw) if self.options.copy else raw  # JAX may go on reading numpy's memory
+        if self._may_stream():
+            if self._offline is None:
+                self._offline = self.make_engine(1, lambda k: rt.whole(k, rt.SEQUENTIAL))
+            made = columns(raw)
+            if self._offline.program_or_none(made, self.options.runtime == "stream") is not None:
+                return self._offline.prepare(made)
         return jax.block_until_ready(self._place(self._compiled(columns(raw))))
 
     def train_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -182,20 +298,73 @@ class Pipeline:
     def keep_baselines(self, times: dict[str, list[float]]) -> None:
         """Seconds of a step in each mode, for `report`."""
         self._baselines |= {name: tuple(values) for name, values in times.items()}
-        self._plan = None  # the next one knows more
+        if self._made_engine is None:
+            self._plan = None  # the next one knows more; one that is executed stays
 
     def make_plan(self, state: Any, raw_batch: Any) -> Plan:
         """Plans for a state and a raw batch like those to come, and keeps the plan. Trains nothing.
 
-        With `Options.probe` the step's stages are compiled and timed on made-up values.
+        With `Options.probe` the step's stages are timed on made-up values: on a GPU, beside the kernels of `prep`.
+        There the next runs execute the plan.
+
+        Raises:
+          PipelineError: on a GPU, while a run is open.
         """
-        self._seen, self._raw_like = like(state), like(columns(raw_batch))
-        self._plan = self._make_plan()
+        made = columns(raw_batch)
+        self._seen, self._raw_like = like(state), like(made)
+        engine = self._engine()
+        found = None
+        if engine is not None:
+            found = engine.program_or_none(made, self.options.runtime == "stream")
+        if engine is None or found is None or self.mesh is not None:
+            self._plan = self._make_plan()
+            return self._plan
+        if not self._running.acquire(blocking=False):
+            raise PipelineError(
+                "make_plan: this pipeline is running; close that run's generator first"
+            )
+        try:
+            probed = self.probed = self._probe(made) if self.options.probe else None
+            kernels = found[0].runtime.kernels
+            self._plan = plan_for_kernels(kernels, probed, self._measured(), self.options)
+            self._predicted_s = self._plan.predicted_us / 1e6
+            engine.reschedule(self.schedule_of)
+        finally:
+            self._running.release()
         return self._plan
 
-    def _make_plan(self) -> Plan:
-        from recom_jax.corun.planner import plan_for
+    def follow(self, plan: Plan) -> None:
+        """Executes a plan that another pipeline of the same preprocessing program made, from the next run on."""
+        self._plan, self._predicted_s = plan, plan.predicted_us / 1e6
+        if self._made_engine is not None:
+            self._made_engine.reschedule(self.schedule_of)
 
+    def _probe(self, made: Any) -> Probed:
+        """What the device leaves free beside the step, from the cache or measured now."""
+        inner = getattr(self._step, "__wrapped__", self._step)
+        kernels = self._engine().program(made)[0].runtime.kernels  # type: ignore[union-attr]
+        batch = jax.tree.unflatten(
+            kernels.out_tree, [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in kernels.results]
+        )
+        closed = flatten(jax.make_jaxpr(inner)(self._seen, batch), keep_fused=True)
+        names = [part.name for part in cut(closed) if part.name != REST]
+        donated = donated_inputs(self._step, self._seen, batch)
+        key = key_of_step(closed, donated, 0) + key_of(kernels.source, kernels.words)
+        return probe(
+            lambda schedule: self.make_engine(3, schedule, profile=True),
+            made,
+            self._seen,
+            names,
+            Cache.of(recom_jax.Options()),
+            key,
+        )
+
+    def _make_plan(self) -> Plan:
+        kernels = None if self._made_engine is None else self._made_engine.latest()
+        if kernels is not None and self.mesh is None:
+            plan = plan_for_kernels(kernels, None, self._measured(), self.options)
+            self._predicted_s = plan.predicted_us / 1e6
+            return plan
         gpus = self.options.gpus or (1 if self.mesh is None else self.mesh.devices.size)
         plan = plan_for(
             self._prep, self._step, self._seen, self._raw_like, self._measured(), gpus, self.options
@@ -219,7 +388,8 @@ class Pipeline:
             1e6 * statistics.median(s.prep_s for s in warm),
         )
 
-    def _ingest(self, raw: Any) -> Any:
+    def ingest(self, raw: Any) -> Any:
+        """Columns of a raw batch; the first one says what the plan is for."""
         made = columns(raw)
         if self._raw_like is None:
             self._raw_like = like(made)
@@ -227,7 +397,31 @@ class Pipeline:
 
     def report(self) -> Report:
         """Times of the steps so far, beside the baselines that `measure` took."""
-        return Report.of(tuple(self._samples), dict(self._baselines), self._predicted_s)
+        engine = self._made_engine
+        if engine is None:
+            return Report.of(tuple(self._samples), dict(self._baselines), self._predicted_s)
+        predicted = (
+            {} if self._plan is None else {k.name: k.duration_us for k in self._plan.kernels}
+        )
+        kernels = tuple(
+            (name, predicted[name] / 1e6, statistics.median(values) / 1e3)
+            for name, values in engine.times().kernels
+            if values and name in predicted
+        )
+        return Report.of(
+            tuple(self._samples),
+            dict(self._baselines),
+            self._predicted_s,
+            self.runtime,
+            kernels,
+            engine.stats(),
+        )
+
+
+def _place_of(device: Any) -> tuple[rt.Make, int]:
+    """What makes native runtimes on a device, and its multiprocessors."""
+    found: tuple[rt.Make, int] = _emulated or (rt.on_cuda(device), rt.processors_of(device))
+    return found
 
 
 def compile_prep(prep: Callable[[Any], Any], options: Options) -> Callable[[Any], Any]:

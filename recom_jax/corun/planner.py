@@ -13,10 +13,13 @@ from recom_jax import compat
 from recom_jax.cache import Cache
 from recom_jax.corun import graph
 from recom_jax.corun.fuse import segments, whole
+from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import Device, Measured, Plan, PrepOp, Stage
 from recom_jax.corun.probe import stages_of
+from recom_jax.corun.probe_stream import Probed
 from recom_jax.corun.search import search
+from recom_jax.corun.units import unit_ops
 from recom_jax.errors import OptionError
 
 STEP = "step"
@@ -71,6 +74,36 @@ def plan_for(
         device=Device(),
         gpus=gpus,
         owners=dict(options.owners),
+        min_share=options.min_share,
+        max_share=options.max_share,
+        assumed=assumed,
+    )
+
+
+def plan_for_kernels(
+    kernels: PrepKernels, probed: Probed | None, measured: Measured, options: Options
+) -> Plan:
+    """Plans kernels that run beside the step on a GPU: what comes out can be run as it is (`units.schedule_of`)."""
+    assumed: list[str] = []
+    if probed is not None:
+        ops = unit_ops(kernels, dict(probed.rates))
+        stages, device = probed.stages, probed.device
+        assumed.append(
+            f"held-out kernels: {probed.within_tenth:.0%} predicted within 10%, worst off by "
+            f"{max((abs(e) for e in probed.errors), default=0.0):.0%}"
+        )
+    else:
+        ops, device = unit_ops(kernels), Device()
+        duration = measured.step_us
+        if duration is None:
+            duration = 1000.0
+            assumed.append("a step of 1 ms (Options(probe=True) measures)")
+        assumed.append("half of the device is free throughout the step, and kernels' times")
+        stages = (Stage(STEP, duration, 0.5, 0.5),)
+    return search(
+        ops,
+        stages,
+        device=device,
         min_share=options.min_share,
         max_share=options.max_share,
         assumed=assumed,

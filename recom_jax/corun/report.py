@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 
 IDEAL, SEQUENTIAL, SIDE, CORUN = "no preprocessing", "sequential", "side stream", "co-run"
 MODES = (IDEAL, SEQUENTIAL, SIDE, CORUN)
+# On a GPU: a kernel for each part of a result; and what is left of co-running without one of its parts.
+UNFUSED = "sequential, unfused"
+UNPLANNED, UNPLANNED_UNFUSED = "co-run without schedule", "co-run without fusion"
+STREAM_MODES = (IDEAL, UNFUSED, SEQUENTIAL, SIDE, CORUN, UNPLANNED, UNPLANNED_UNFUSED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Report:
       prep_s, ingest_s: preprocessing of one batch, and making columns of it, on their own thread.
       baselines: name -> seconds of a step: what `corun.measure` found, in interleaved runs.
       predicted_s: what the plan promised for a co-run step.
+      runtime: what prepared batches.
+      kernels: (name, seconds that the plan predicted, that it took beside the step) of the plan's kernels on a GPU,
+        with `Options.profile`; late: how many kernels missed their stage, of all that were launched.
+      host_bytes, device_bytes: of the ring.
     """
 
     steps: int
@@ -41,6 +49,11 @@ class Report:
     ingest_s: float | None
     baselines: tuple[tuple[str, float], ...]
     predicted_s: float | None
+    runtime: str = "threads"
+    kernels: tuple[tuple[str, float, float], ...] = ()
+    late: tuple[int, int] = (0, 0)
+    host_bytes: int = 0
+    device_bytes: int = 0
 
     @classmethod
     def of(
@@ -48,13 +61,18 @@ class Report:
         samples: Sequence[Sample],
         baselines: Mapping[str, Sequence[float]],
         predicted_s: float | None,
+        runtime: str = "threads",
+        kernels: tuple[tuple[str, float, float], ...] = (),
+        counters: Mapping[str, int] | None = None,
     ) -> Report:
         warm = samples[1:]
 
         def median(values: list[float]) -> float | None:
             return statistics.median(values) if values else None
 
-        known = tuple((m, statistics.median(baselines[m])) for m in MODES if baselines.get(m))
+        names = (*STREAM_MODES, *(m for m in baselines if m not in STREAM_MODES))
+        known = tuple((m, statistics.median(baselines[m])) for m in names if baselines.get(m))
+        counted = counters or {}
         return cls(
             len(warm),
             median([s.wait_s + s.step_s for s in warm]),
@@ -63,6 +81,11 @@ class Report:
             median([s.ingest_s for s in warm]),
             known,
             predicted_s,
+            runtime,
+            kernels,
+            (counted.get("late", 0), counted.get("launched", 0)),
+            counted.get("host_bytes", 0),
+            counted.get("device_bytes", 0),
         )
 
     @property
@@ -102,6 +125,19 @@ class Report:
             error = self.prediction_error
             off = "" if error is None else f", off by {error:+.1%}"
             lines.append(f"  {'predicted co-run step':<26} {_ms(self.predicted_s)}{off}")
+        if self.runtime != "threads":
+            lines.append(f"prepared by: {self.runtime}")
+        if self.host_bytes or self.device_bytes:
+            lines.append(
+                f"  the ring takes {self.host_bytes:,} bytes of page-locked memory and {self.device_bytes:,} on "
+                "the device"
+            )
+        if self.late[1]:
+            lines.append(f"  {self.late[0]} of {self.late[1]} kernels missed their stage")
+        for name, predicted, measured in self.kernels:
+            lines.append(
+                f"  kernel {name:<19} {_ms(measured)} beside the step, {1e3 * predicted:.3f} ms predicted"
+            )
         return "\n".join(lines)
 
 

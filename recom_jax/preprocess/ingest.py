@@ -86,7 +86,23 @@ def _copied(x: Any) -> Any:
     return x
 
 
+def _is_column(x: Any, min_capacity: int) -> bool:
+    """Whether `_column` would return `x` as it is: told quickly, as a batch may have hundreds of columns."""
+    inner = x.values if isinstance(x, Jagged) else x
+    values = inner.values if isinstance(inner, Nullable) else inner
+    if isinstance(values, Int64):
+        values = values.lo
+    if type(values) is not np.ndarray or values.dtype.kind not in "biuf" or values.itemsize == 8:
+        return False
+    if not isinstance(x, Jagged):
+        return True
+    n = len(values)
+    return type(x.row_splits) is np.ndarray and ladder(n, min_capacity) == n
+
+
 def _column(x: Any, min_capacity: int) -> Column:
+    if _is_column(x, min_capacity):
+        return x
     if is_arrow(x):
         return from_arrow(x, min_capacity=min_capacity)
     if isinstance(x, np.ndarray) and x.dtype.kind in "USO":
@@ -194,6 +210,8 @@ def _lists(x: Any) -> tuple[np.ndarray, Any, np.ndarray]:
 def _padded(x: Any, capacity: int) -> Any:
     def grow(a: Any) -> np.ndarray:
         host = np.asarray(a)
+        if len(host) == capacity:
+            return host
         return np.concatenate([host, np.zeros((capacity - len(host), *host.shape[1:]), host.dtype)])
 
     return jax.tree.map(grow, x)

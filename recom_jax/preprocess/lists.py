@@ -103,7 +103,7 @@ def ngram(x: Column, n: int) -> Column:
     splits = splits_of((lengths - width + 1) * width)
     row, there = rows_of(splits, capacity)
     at = jnp.arange(capacity, dtype=jnp.int32) - splits[row]
-    m = jnp.maximum(width[row], 1)
+    m = jnp.maximum(width[row] if x.rows else jnp.zeros_like(row), 1)
     places = jnp.asarray(x.row_splits)[row] + at // m + at % m
     return Jagged(gather(x.values, places, there), splits, x.valid)
 

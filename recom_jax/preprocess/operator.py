@@ -7,10 +7,12 @@ shape and set of parameters, and inside a trace the jaxpr keeps the operators ap
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import numbers
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import jax
@@ -23,6 +25,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 OPERATORS: dict[str, Callable[..., Any]] = {}
 """The public operators by name, for programs read from tables."""
 PREFIX = "pp_"
+_LOCAL = threading.local()
+
+Hook = Callable[[str, Callable[..., Any], list[Any], dict[str, Any]], Any]
+
+
+@contextlib.contextmanager
+def traced_by(hook: Hook | None) -> Iterator[None]:
+    """Within it, in this thread, operators call ``hook(name, body, columns, parameters)`` once they are checked."""
+    before = getattr(_LOCAL, "hook", None)
+    _LOCAL.hook = hook
+    try:
+        yield
+    finally:
+        _LOCAL.hook = before
 
 
 def operator(columns: int = 1, check: Callable[..., None] | None = None) -> Callable[[F], F]:
@@ -58,6 +74,9 @@ def operator(columns: int = 1, check: Callable[..., None] | None = None) -> Call
             if check is not None:
                 check(**values)
             inputs = [column(bound.arguments[n]) for n in names[:columns]]
+            hook = getattr(_LOCAL, "hook", None)
+            if hook is not None:
+                return hook(name, body, inputs, values)
             return jitted(*inputs, *values.values())
 
         public.__dict__["check"] = check

@@ -1,0 +1,144 @@
+// Co-running on a device: a ring of batches that we own, preprocessing kernels on a stream of our
+// own, started where the train step's stages begin. Nothing here waits for the device except
+// `acquire`, which the packing thread calls, and the end.
+//
+//   packing thread   acquire -> pack -> commit           (or abandon)
+//   XLA's thread     take (start of a step), mark (end of a stage)
+//
+// What protects a slot, all by device events:
+//   copied    the raw batch has arrived: kernels wait for it; the packing thread, before it packs
+//   again ready     the kernels have run: XLA's stream waits for it in `take`; the next raw batch's
+//   copy too consumed  XLA has copied the results: the next batch's kernels wait for it
+
+#ifndef RECOM_JAX_CSRC_CORUN_RUNTIME_H_
+#define RECOM_JAX_CSRC_CORUN_RUNTIME_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "corun_backend.h"
+
+namespace recom::corun {
+
+enum Mode : int {
+  kPlan = 0,        // kernels start at their stages
+  kEager = 1,       // as soon as the raw batch is there, on our stream
+  kSequential = 2,  // in `take`, on XLA's stream
+};
+
+struct KernelPlan {
+  int first_tile, n_tiles;
+  int blocks;
+  int stage;  // index; kernels of one batch are in order of stages
+};
+
+struct RuntimePlan {
+  int slots = 2;
+  int64_t in_bytes = 0;
+  struct Result {
+    int64_t offset, bytes;
+  };
+  std::vector<Result> results;
+  std::string tiles, words, consts;
+  std::vector<KernelPlan> kernels;
+  std::vector<std::string> stages;  // names of the markers that end them, in order
+  Mode mode = kPlan;
+  bool profile = false;
+};
+
+struct RuntimeStats {
+  int64_t packed = 0, taken = 0, launched = 0;
+  int64_t late = 0;     // kernels that missed their stage and ran in front of their step
+  int64_t marks = 0;    // markers that ended a stage of the plan
+  int64_t unknown = 0;  // markers of other names
+  int64_t host_bytes = 0, device_bytes = 0;
+};
+
+class Runtime {
+ public:
+  // A part of a raw batch: `bytes` at `from`, to be at `offset` of the slot.
+  struct Part {
+    uintptr_t from;
+    int64_t bytes, offset;
+  };
+
+  Runtime(std::unique_ptr<Backend> backend, RuntimePlan plan);
+  ~Runtime();
+
+  // Waits for a free slot, then until its page-locked memory may be written. Throws once closed.
+  int acquire();
+  void pack(int slot, const std::vector<Part>& parts, int threads);
+  void commit(int slot);
+  // Gives up a slot that was acquired, or committed and not taken.
+  void abandon(int slot);
+
+  // Puts the oldest committed batch into `results` (device addresses), on XLA's stream. Throws
+  // std::runtime_error unless that batch is in `slot`.
+  void take(int slot, const std::vector<std::pair<Address, int64_t>>& results, Stream xla);
+  void mark(std::string_view name, Stream xla);
+
+  void close();
+  RuntimeStats stats();
+  // For each batch that was looked at, in milliseconds: each kernel; from the step's beginning to
+  // each stage's end; to its own end, and to the next step's beginning. -1: not seen.
+  std::vector<std::vector<double>> times();
+  Backend& backend() { return *backend_; }
+
+ private:
+  enum class State { kFree, kPacking, kStaged };
+  struct Slot {
+    State state = State::kFree;
+    void* host = nullptr;
+    Address in = 0, out = 0;
+    Event copied, ready, consumed;
+    size_t launched = 0;
+    size_t sample = 0;
+  };
+  // What is timed of a batch. Looked at when its turn comes again, long after it has run.
+  struct Sample {
+    std::vector<Event> begun, ended;  // of each kernel
+    std::vector<Event> marks;         // of each stage's end
+    Event arrived, taken;             // the step's beginning, before and behind its batch
+    size_t kernels = 0;               // how many were recorded
+    std::vector<char> marked;
+    bool used = false;
+  };
+
+  void launch(Slot* slot, int last_stage, bool in_time, Stream stream);
+  void advance();
+  void collect(size_t sample);
+
+  std::unique_ptr<Backend> backend_;
+  const RuntimePlan plan_;
+  std::mutex mutex_;
+  std::condition_variable freed_;
+  std::vector<Slot> slots_;
+  std::deque<int> staged_;
+  Stream copies_, work_;
+  Event marker_;
+  Address tiles_ = 0, words_ = 0, consts_ = 0;
+  int stage_ = -1;  // of the step that runs; -1: none has begun
+  std::vector<Sample> samples_;
+  size_t next_sample_ = 0, running_ = 0;
+  bool closed_ = false;
+  RuntimeStats stats_;
+  std::vector<std::vector<double>> times_;
+};
+
+// Tokens: device addresses that stand for a slot, as cuda_stage.h has them.
+void register_token(uintptr_t token, const std::shared_ptr<Runtime>& runtime, int slot);
+void forget_tokens(const Runtime* runtime);
+std::pair<std::shared_ptr<Runtime>, int> find_token(const void* token);
+// The runtime whose batch the step on this XLA stream took last; null if there is none.
+std::shared_ptr<Runtime> current_runtime(Stream xla);
+void set_current_runtime(Stream xla, const std::shared_ptr<Runtime>& runtime);
+
+}  // namespace recom::corun
+
+#endif  // RECOM_JAX_CSRC_CORUN_RUNTIME_H_

@@ -1,0 +1,72 @@
+"""What a co-run step has besides the user's own equations: `take`, its batch, and `mark`, where a stage ends.
+
+Both are custom calls that are not part of command buffers: they act on the streams anew in each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from recom_jax import compat, ffi
+
+_LOCAL = threading.local()
+_emulated = False  # tests: markers on the CPU as on a GPU
+
+
+def take(token: Any, like: Sequence[Any]) -> list[Any]:
+    """In a jitted function: the leaves of the batch in the slot that the token stands for.
+
+    Args:
+      token: (16,) uint8, see `runtime.PrepRuntime.token`; like: their shapes and dtypes.
+    """
+    if not like:
+        return []
+    kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
+    return list(jax.ffi.ffi_call(ffi.TAKE, kinds, has_side_effect=True)(token))
+
+
+@contextlib.contextmanager
+def marking() -> Iterator[None]:
+    """Within it, in this thread, stage markers are lowered to calls that start preprocessing kernels."""
+    before = getattr(_LOCAL, "on", False)
+    _LOCAL.on = True
+    try:
+        yield
+    finally:
+        _LOCAL.on = before
+
+
+@contextlib.contextmanager
+def unmarked() -> Iterator[None]:
+    """Within it, in this thread, steps are compiled as if they had no markers: what those cost can be measured."""
+    before = getattr(_LOCAL, "off", False)
+    _LOCAL.off = True
+    try:
+        yield
+    finally:
+        _LOCAL.off = before
+
+
+def lower_mark(ctx: Any, *operands: Any, name: str) -> Any:
+    """The marker's lowering: a call that returns its operands' memory.
+
+    Within `marking` it starts preprocessing kernels. Otherwise it does nothing, and is part of command buffers; it is
+    there so that XLA compiles the step alike: a co-run step must give the bits of the user's own. Over several
+    devices, and on CPUs, where steps are not changed, it is nothing.
+    """
+    on = getattr(_LOCAL, "on", False)
+    cpu = ctx.module_context.platforms[0] == "cpu"
+    off = getattr(_LOCAL, "off", False) or (cpu and not _emulated)
+    if off or not operands or compat.module_devices(ctx) > 1:
+        return operands
+    aliases = {k: k for k in range(len(operands))}
+    if not on:
+        rule = jax.ffi.ffi_lowering(ffi.PASS, operand_output_aliases=aliases)
+        return rule(ctx, *operands)
+    rule = jax.ffi.ffi_lowering(ffi.MARK, operand_output_aliases=aliases, has_side_effect=True)
+    return rule(ctx, *operands, name=name)

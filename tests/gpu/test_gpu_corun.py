@@ -1,0 +1,78 @@
+"""Co-running on a GPU: preprocessing beside the step gives the bits of preprocessing in front of it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from examples import rap_plans
+from recom_jax import corun
+from recom_jax import preprocess as pp
+from recom_jax.corun.report import STREAM_MODES
+from tests.test_corun_kernels import columns, exact
+from tests.test_corun_stream import losses, prep, raw_batch, start, step
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device")
+
+
+def offline(pipe: corun.Pipeline, batches: Any) -> list[float]:
+    state, found = start(), []
+    for raw in batches:
+        state, m = step(state, pipe.prepare(raw))
+        found.append(float(m["loss"]))
+    return found
+
+
+def test_a_run_equals_offline_preprocessing() -> None:
+    batches = [raw_batch(k, 500) for k in range(20)]
+    pipe = corun.Pipeline(prep, step, options=corun.Options(runtime="stream"))
+    assert losses(pipe, batches) == offline(pipe, batches)
+    assert pipe.runtime == "stream"
+
+
+def test_a_plan_is_executed() -> None:
+    batches = [raw_batch(k, 500) for k in range(40)]
+    options = corun.Options(runtime="stream", probe=True, profile=True)
+    pipe = corun.Pipeline(prep, step, options=options)
+    pipe.make_plan(start(), batches[0])
+    assert losses(pipe, batches) == offline(pipe, batches)
+    assert pipe.report().late[1] >= 40 and pipe.report().kernels
+
+
+def test_all_orders_give_the_same_bits() -> None:
+    plan = rap_plans.plan(2, shrink=13, rows=300)
+    model = plan.model(dim=8, small=True)
+    pipe = corun.Pipeline(plan.prep, jax.jit(model.step, donate_argnums=0))
+    report = corun.measure(pipe, model.init, list(plan.raw_batches(6, 200)), rounds=1)
+    assert [name for name, _ in report.baselines] == list(STREAM_MODES)
+
+
+def test_kernels_equal_plain_jax() -> None:
+    raw = columns(300, 300)
+    pipe = corun.Pipeline(exact, step, options=corun.Options(runtime="stream"))
+    got, want = pipe.prepare(raw), jax.jit(exact)(pp.columns(raw))
+    for (path, w), g in zip(
+        jax.tree_util.tree_flatten_with_path(want)[0], jax.tree.leaves(got), strict=True
+    ):
+        np.testing.assert_array_equal(g, w, err_msg=jax.tree_util.keystr(path))
+
+
+def test_without_command_buffers() -> None:
+    """The same in a process whose XLA makes none."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
+    here = f"{pathlib.Path(__file__)}::{test_a_run_equals_offline_preprocessing.__name__}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", here],
+        env={**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,210 @@
+"""Preprocessing kernels: generated code, run as C++, equals plain JAX; what has no rule is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import rap_plans
+from recom_jax import preprocess as pp
+from recom_jax.corun import kernels, runtime
+from recom_jax.corun.symbols import Unsupported
+from tests import corun_emulation, cuda_emulation
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing())),
+]
+
+Prep = Callable[[Any], Any]
+
+
+def columns(rows: int, seed: int = 0) -> dict[str, Any]:
+    """Columns of all kinds with odd values among them."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=rows).astype(np.float32) * 3
+    ids = rng.integers(-(1 << 63), (1 << 63) - 1, rows)
+    odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 2.0, 3e38], np.float32)[:rows]
+    x[: len(odd)] = odd
+    ids[: min(rows, 3)] = [-(1 << 63), (1 << 63) - 1, 0][:rows]
+
+    def lists(values: Callable[[int], Any], null: bool) -> pp.Jagged:
+        lengths = rng.integers(0, 6, rows) * (rng.random(rows) > 0.3)
+        splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        n = int(splits[-1])
+        there = rng.random(rows) > 0.2 if null else None
+        return pp.Jagged(pp.Nullable(values(n), rng.random(n) > 0.2), splits, there)
+
+    return pp.columns(
+        {
+            "x": x,
+            "null": pp.Nullable(x[::-1].copy(), rng.random(rows) > 0.3),
+            "small": rng.integers(-5, 9, rows).astype(np.int32),
+            "byte": rng.integers(0, 255, rows).astype(np.uint8),
+            "flag": rng.random(rows) > 0.5,
+            "id": pp.Int64(ids),
+            "ids": lists(lambda n: rng.integers(-(1 << 62), 1 << 62, n), False),
+            "words": lists(lambda n: rng.integers(-3, 60, n).astype(np.int32), True),
+        }
+    )
+
+
+def exact(raw: Any) -> Any:
+    """Operators whose results are the same bits everywhere."""
+    hashed = pp.sigrid_hash(raw["ids"], 3, 1000)
+    words = pp.clamp(raw["words"], 0, 50)
+    return {
+        "hash": pp.sigrid_hash(raw["id"], salt=2, max_value=77),
+        "wide": pp.sigrid_hash(raw["id"], salt=2, max_value=1 << 40),
+        "bucket": pp.hash_bucket(raw["id"], 13),
+        "bins": pp.bucketize(raw["x"], [-1.0, 0.0, 0.0, 2.5]),
+        "many bins": pp.bucketize(raw["x"], [k / 2 for k in range(-20, 20)], right=False),
+        "bins of bytes": pp.bucketize(raw["byte"], [3.0, 100.0]),
+        "bins of ids": pp.bucketize(raw["id"], [-5.0, 1e9]),
+        "clamp": pp.clamp(raw["x"], -1.0, 1.0),
+        "cast": pp.cast(raw["x"], np.int32),
+        "as byte": pp.cast(raw["x"], np.uint8),
+        "filled": pp.fill_null(raw["null"], 2.5, nan=True),
+        "null": raw["null"],
+        "class": pp.onehot(raw["small"], 0.0, 8.0, 4),
+        "map": pp.mapid(raw["small"], tuple(range(10, 16)), default=-7),
+        "first": pp.pad(pp.firstx(hashed, 2), 3),
+        "grams": pp.pad(pp.cast(pp.ngram(words, 3), np.int32), 5, -9),
+        "twice": pp.pad(pp.ngram(pp.firstx(words, 4), 2), 4),
+        "whole": pp.pad(pp.fill_null_lists(words), 2),
+        "pairs": pp.pad(raw["ids"], 2, -1),
+        "flags": jnp.where(raw["flag"], raw["small"], ~raw["small"]),
+        "sides": jnp.stack([raw["small"], raw["small"] * 2], axis=1)[:, ::1],
+        "sum": jnp.stack([raw["small"], raw["small"] + 1, raw["small"] % 3], 1).sum(1),
+        "turned": jnp.reshape(jnp.stack([raw["small"], raw["small"] - 1], 1).T, (2, -1)),
+        "constant": jnp.arange(6, dtype=jnp.float32),
+    }
+
+
+def near(raw: Any) -> Any:
+    """Operators of logarithms and powers."""
+    x = pp.fill_null(raw["null"], 0.5)
+    return {
+        "logit": pp.logit(x, eps=1e-6),
+        "log1p": pp.log1p(pp.clamp(x, 0.0, 100.0)),
+        "boxcox": pp.boxcox(x, 0.5),
+        "boxcox 0": pp.boxcox(x, 0.0),
+        "own": jnp.exp(-jnp.abs(x)) + jax.nn.sigmoid(x) + jnp.tanh(x) + jnp.sqrt(jnp.abs(x)),
+    }
+
+
+def compare(prep: Prep, raw: Any, check: Callable[[Any, Any], None]) -> kernels.PrepKernels:
+    made = kernels.compile_prep(prep, raw)
+    got = corun_emulation.run(made, jax.tree.leaves(raw))
+    want = jax.jit(prep)(raw)
+    paths = jax.tree_util.tree_flatten_with_path(want)[0]
+    assert jax.tree.structure(want) == made.out_tree
+    for (path, w), g in zip(paths, got, strict=True):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype), path
+        try:
+            check(g, np.asarray(w))
+        except AssertionError as why:
+            raise AssertionError(f"{jax.tree_util.keystr(path)}: {why}") from None
+    return made
+
+
+@pytest.mark.parametrize("rows", [0, 40])
+def test_exact_operators(rows: int) -> None:
+    compare(exact, columns(rows, rows), np.testing.assert_array_equal)
+
+
+def test_operators_of_logarithms() -> None:
+    compare(near, columns(300), lambda g, w: np.testing.assert_array_max_ulp(g, w, 8))
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_plans_of_rap(number: int) -> None:
+    plan = rap_plans.plan(number, shrink=13, rows=50)
+    raw = pp.columns(plan.raw_batch(33))
+
+    def check(g: Any, w: Any) -> None:
+        if g.dtype == np.float32:
+            np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(g, w)
+
+    made = compare(plan.prep, raw, check)
+    assert len({u.cls for u in made.units}) <= 12  # code is shared
+
+
+def test_any_cut_gives_the_same_results() -> None:
+    raw = columns(40, 40)
+    made = kernels.compile_prep(exact, raw)
+    leaves, n = jax.tree.leaves(raw), len(made.units)
+    whole = corun_emulation.run(made, leaves)
+    rng = np.random.default_rng(0)
+    for blocks in (1, 5, 400):
+        at = {k: [0.0, *sorted(rng.random(2)), 1.0] for k in range(n)}
+        pieces = [(k, a, b) for k in range(n) for a, b in zip(at[k], at[k][1:], strict=False)]
+        order = [pieces[k] for k in rng.permutation(len(pieces))]
+        for a, b in zip(
+            whole, corun_emulation.run(made, leaves, made.tiles(order), blocks), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_tiles_that_are_left_out_write_nothing() -> None:
+    raw = columns(40)
+    made = kernels.compile_prep(lambda r: {"a": r["small"] + 1, "b": r["small"] + 2}, raw)
+    a, b = corun_emulation.run(
+        made, jax.tree.leaves(raw), made.tiles([(0, 0.0, 0.5), (1, 0.25, 1.0)])
+    )
+    small = np.asarray(raw["small"])
+    np.testing.assert_array_equal(a[:20], small[:20] + 1)
+    np.testing.assert_array_equal(b[10:], small[10:] + 2)
+    assert (a[20:].view(np.uint32) == 0xA5A5A5A5).all() and (
+        b[:10].view(np.uint32) == 0xA5A5A5A5
+    ).all()
+
+
+def test_lists_may_be_shorter_than_the_capacity() -> None:
+    raw = columns(40, 40)
+    like = runtime.like_with(raw, runtime.roomy(runtime.capacities_of(raw)))
+    assert like["ids"].values.valid.shape[0] > raw["ids"].capacity
+    made = kernels.compile_prep(exact, like)
+    got = corun_emulation.run(made, jax.tree.leaves(raw))
+    own = kernels.compile_prep(exact, raw)
+    for g, w in zip(got, corun_emulation.run(own, jax.tree.leaves(raw)), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+REFUSED: dict[str, Prep] = {
+    "over the rows": lambda r: pp.z_score(r["x"]),
+    "places of a list column": lambda r: pp.firstx(r["ids"], 2),
+    "operation sort": lambda r: jnp.sort(r["x"]),
+    "operation cumsum": lambda r: jnp.cumsum(r["small"]),
+    "float16": lambda r: r["x"].astype(jnp.float16),
+    "other than rows": lambda r: jnp.take_along_axis(
+        jnp.stack([r["small"], r["small"]], 1), jnp.abs(r["small"])[:, None] % 2, axis=1
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_has_no_rule_is_refused(why: str) -> None:
+    with pytest.raises(Unsupported, match=why):
+        kernels.compile_prep(REFUSED[why], columns(100))
+
+
+def test_operators_are_traced_as_ever_afterwards() -> None:
+    raw = columns(20)
+    before = str(jax.make_jaxpr(exact)(raw))
+    kernels.compile_prep(exact, raw)
+    assert str(jax.make_jaxpr(exact)(raw)) == before
+
+
+def test_a_call_within_a_jitted_function_is_traced_once_for_both() -> None:
+    inner = jax.jit(lambda r: pp.pad(pp.firstx(r["words"], 2), 3))
+    raw = columns(20)
+    compare(lambda r: inner(r), raw, np.testing.assert_array_equal)
+    np.testing.assert_array_equal(inner(raw), pp.pad(pp.firstx(raw["words"], 2), 3))
