@@ -58,7 +58,8 @@ py::dict stats(Runtime& r) {
   return d;
 }
 
-// `places`: (offset, or -1 for a leaf that nobody reads; bytes at most; kind and size of its elements) of each leaf.
+// `places`: (offset, or -1 for a leaf that nobody reads; bytes at most; kind and size of its
+// elements) of each leaf.
 using Places = std::vector<std::tuple<int64_t, int64_t, char, int>>;
 
 py::object stage(Runtime& r, const py::list& leaves, const Places& places, int threads) {
@@ -77,7 +78,8 @@ py::object stage(Runtime& r, const py::list& leaves, const Places& places, int t
       return py::none();
     }
     if (a.nbytes() > 0) {
-      parts.push_back({reinterpret_cast<uintptr_t>(a.data()), static_cast<int64_t>(a.nbytes()), offset});
+      parts.push_back(
+          {reinterpret_cast<uintptr_t>(a.data()), static_cast<int64_t>(a.nbytes()), offset});
     }
   }
   int slot;
@@ -139,7 +141,8 @@ void bind_corun(py::module_& m) {
           },
           py::arg("slot"), py::arg("parts"), py::arg("threads"))
       .def("stage", &stage, py::arg("leaves"), py::arg("places"), py::arg("threads"),
-           "Acquires a slot, packs arrays into it and commits it, without the GIL; the slot, or None where an array is "
+           "Acquires a slot, packs arrays into it and commits it, without the GIL; the slot, or "
+           "None where an array is "
            "not as its place wants it.")
       .def("commit", &Runtime::commit, release())
       .def("abandon", &Runtime::abandon, release())
