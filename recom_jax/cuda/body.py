@@ -61,7 +61,7 @@ class Body(Regions):
                 "// The same for segment ids in any order: each bag looks at every position.",
                 f"__device__ __noinline__ void {name}_any(const Params& p) {{",
                 "  constexpr int kVec = 1;",
-                "  const Tile t = p.tiles[blockIdx.x];",
+                "  const Tile t = tile_of(p);",
             ]
         head += [
             f"  {lanes}",

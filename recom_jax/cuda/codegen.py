@@ -86,7 +86,7 @@ def _kernel(units: Units, schedule: Schedule) -> list[str]:
     lines = [
         f'extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, {blocks})',
         "recom_fused(const __grid_constant__ recom_cuda::Params p) {",
-        "  const recom_cuda::Tile t = p.tiles[blockIdx.x];",
+        "  const recom_cuda::Tile t = recom_cuda::tile_of(p);",
         "  switch (t.cls) {",
     ]
     for k, cls in enumerate(units.classes):

@@ -8,6 +8,48 @@
 
 namespace recom_cuda {
 
+// ---- what the second-level cache is told ----
+//
+// Tiles and words are read by every launch, and rows stream through the cache in between: they should stay. Ids are
+// read once: they should go first.
+
+#ifdef __CUDA_ARCH__
+RECOM_FN u64 stays() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+RECOM_FN u64 goes() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+#endif
+RECOM_FN i64 load_word(const i64* at) {
+#ifdef __CUDA_ARCH__
+  i64 x;
+  asm("ld.global.nc.L2::cache_hint.b64 %0, [%1], %2;" : "=l"(x) : "l"(at), "l"(stays()));
+  return x;
+#else
+  return *at;
+#endif
+}
+RECOM_FN Tile tile_of(const Params& p) {
+  i64 words[4];
+  const i64* const at = reinterpret_cast<const i64*>(p.tiles + blockIdx.x);
+#ifdef __CUDA_ARCH__
+  const u64 policy = stays();
+  asm("ld.global.nc.L2::cache_hint.v2.b64 {%0, %1}, [%2], %3;" : "=l"(words[0]), "=l"(words[1]) : "l"(at), "l"(policy));
+  asm("ld.global.nc.L2::cache_hint.v2.b64 {%0, %1}, [%2+16], %3;" : "=l"(words[2]), "=l"(words[3]) : "l"(at), "l"(policy));
+#else
+  memcpy(words, at, sizeof(words));
+#endif
+  Tile t;
+  static_assert(sizeof(Tile) == sizeof(words), "a tile is two vectors");
+  memcpy(&t, words, sizeof(t));
+  return t;
+}
+
 // A thread keeps its lane, slice and column; its bag moves by `step` each pass. Threads behind the last whole
 // bag, and bags behind the tile's end, do what the last one does but store nothing, so that whole warps stay
 // together for shuffles and every address is one that some bag really has.
@@ -26,7 +68,7 @@ struct Worker {
     slice = in_row % per_bag / lanes;
     lane = in_row % lanes;
   }
-  RECOM_FN i64 word(int k) const { return __ldg(words + k); }
+  RECOM_FN i64 word(int k) const { return load_word(words + k); }
   // The same, read at this very place: the compiler would read it early, and keep it.
   RECOM_FN i64 late(int k) const {
 #ifdef __CUDA_ARCH__
@@ -68,7 +110,9 @@ RECOM_FN u32 shared_address(const void* at) {
 template <class T>
 RECOM_FN void copy_async(u32 to, const T* from) {
 #ifdef __CUDA_ARCH__
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(sizeof(T)) : "memory");
+  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(sizeof(T)),
+               "l"(goes())
+               : "memory");
 #else
   *reinterpret_cast<T*>(stage_memory() + to) = *from;
 #endif
