@@ -30,10 +30,16 @@ def offline(pipe: corun.Pipeline, batches: Any) -> list[float]:
     return found
 
 
+def same_bits(got: list[float], want: list[float]) -> None:
+    """The toy step diverges: its losses grow until they are NaN, in both runs at the same step."""
+    assert np.isfinite(want[:10]).all()
+    assert np.array_equal(got, want, equal_nan=True), (got, want)
+
+
 def test_a_run_equals_offline_preprocessing() -> None:
     batches = [raw_batch(k, 500) for k in range(20)]
     pipe = corun.Pipeline(prep, step, options=corun.Options(runtime="stream"))
-    assert losses(pipe, batches) == offline(pipe, batches)
+    same_bits(losses(pipe, batches), offline(pipe, batches))
     assert pipe.runtime == "stream"
 
 
@@ -42,7 +48,7 @@ def test_a_plan_is_executed() -> None:
     options = corun.Options(runtime="stream", probe=True, profile=True)
     pipe = corun.Pipeline(prep, step, options=options)
     pipe.make_plan(start(), batches[0])
-    assert losses(pipe, batches) == offline(pipe, batches)
+    same_bits(losses(pipe, batches), offline(pipe, batches))
     assert pipe.report().late[1] >= 40 and pipe.report().kernels
 
 

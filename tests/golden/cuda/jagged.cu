@@ -6,7 +6,7 @@ namespace recom_cuda {
 // The same for segment ids in any order: each bag looks at every position.
 __device__ __noinline__ void class_0_any(const Params& p) {
   constexpr int kVec = 1;
-  const Tile t = p.tiles[blockIdx.x];
+  const Tile t = tile_of(p);
   const int kLanes = t.lanes;
   const int kSlices = t.slices;
   constexpr int kShare = 1;
@@ -214,7 +214,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
 
 extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 5)
 recom_fused(const __grid_constant__ recom_cuda::Params p) {
-  const recom_cuda::Tile t = p.tiles[blockIdx.x];
+  const recom_cuda::Tile t = recom_cuda::tile_of(p);
   switch (t.cls) {
     case 0: if (t.aligned) recom_cuda::class_0<4, true>(p, t); else recom_cuda::class_0<1, false>(p, t); break;
   }

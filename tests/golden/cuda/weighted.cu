@@ -109,7 +109,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
 
 extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 4)
 recom_fused(const __grid_constant__ recom_cuda::Params p) {
-  const recom_cuda::Tile t = p.tiles[blockIdx.x];
+  const recom_cuda::Tile t = recom_cuda::tile_of(p);
   switch (t.cls) {
     case 0: if (t.aligned) recom_cuda::class_0<4>(p, t); else recom_cuda::class_0<1>(p, t); break;
   }
