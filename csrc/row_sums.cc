@@ -80,7 +80,9 @@ Sums read_sums(const int64_t* words, int64_t n_words, const std::vector<Buffer>&
     check(t.rows >= 0 && t.rows <= INT32_MAX && t.row_stride >= 0 && t.row_stride <= INT32_MAX,
           "bad table");
     check(t.rows * t.row_stride == elements(results[i]), "a table of another size");
-    check(is_float(results[i].dtype), "a table that is not of floats");
+    const int type = s.wide ? dtype::k_F64 : dtype::k_F32;
+    check(is_float(results[i].dtype) && kernels().convert[type][results[i].dtype],
+          "a table that is not of floats");
     s.tables.push_back(t);
   }
   for (int64_t i = 0; i < n_terms; ++i) {
@@ -108,7 +110,8 @@ Sums read_sums(const int64_t* words, int64_t n_words, const std::vector<Buffer>&
     check_range(t.there_at, t.bags, s.n_preds, true);
     const int64_t n_dims = r.count("dims", 2);
     const Buffer& ct = physical[physical.size() - s.n_cts + t.ct];
-    check(is_float(ct.dtype), "a cotangent that is not of floats");
+    check(is_float(ct.dtype) && kernels().convert[ct.dtype][s.wide ? dtype::k_F64 : dtype::k_F32],
+          "a cotangent that is not of floats");
     __int128 low = t.offset, high = t.offset, bags = 1;
     const auto axis = [&](int64_t n, int64_t stride) {
       const __int128 reach = static_cast<__int128>(n - 1) * stride;

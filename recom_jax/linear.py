@@ -30,7 +30,8 @@ _PLAIN = frozenset((
     "scatter_add", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "concatenate", "slice",
     "squeeze", "expand_dims", "dot_general", "copy", "copy_p", "split", "stack", "rev",
 ))  # fmt: skip
-
+# Of fewer bits, JAX has no rules to promote by; their tables are read, hardly trained.
+_FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
 NO_ROWS = "no row of it is looked up"
 NO_TABLE = frozenset((NO_ROWS,))
 """Reasons why a variable is no table at all."""
@@ -109,6 +110,9 @@ def linear(detected: Detected, outputs: Sequence[Output], candidates: Sequence[A
         for part in parts_of(out.val):
             finder.part(part, k)
     bad = finder.refused
+    for var in candidates:
+        if str(var.aval.dtype) not in _FLOATS:
+            bad[id(var)] = "a table of 8-bit floats"
     read = {id(t.table) for t in finder.terms} | set(bad)
     for key in finder.arrays:
         bad[key] = "it is read as an array, too" if key in read else NO_ROWS
@@ -286,7 +290,7 @@ class _Finder:
 
     def convert(self, e: ir.Op, path: _Path) -> None:
         old, new = e.args[0].dtype, e.dtype
-        if not ir.is_float(old) or not ir.is_float(new):
+        if not {old, new} <= _FLOATS:
             raise Refuse(f"a conversion from {old} to {new}")
         if jnp.promote_types(old, new) != jnp.dtype(new) and not path.at_root:
             raise Refuse(f"rounding to {new}")

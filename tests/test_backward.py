@@ -264,6 +264,25 @@ def test_16_bit_tables_are_summed_in_float32(kind: str, name: str) -> None:
     assert_same(got.astype(jnp.float32), want, size + eps * np.abs(np.asarray(want)))
 
 
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_8_bit_tables_are_differentiated_as_written(kind: str) -> None:
+    t, i, _ = arrays(kind)
+    u = table(ROWS, DIM)
+
+    def plain(u: Any, t: Any) -> Any:
+        return jnp.take(u, i, axis=0).sum(1) + t[i].astype(jnp.float32).sum(1)
+
+    f, got = pulled(optimize(plain), u, t)
+    assert is_fused(f, u, t), "the other table's is"
+    assert_same(got, pulled(plain, u, t)[1], 1e-4)
+    swapped, got = pulled(optimize(lambda t, u: plain(u, t)), t, u)
+    assert not is_fused(swapped, t, u)
+    want = pulled(lambda t, u: plain(u, t), t, u)[1]
+    assert_same(got.astype(jnp.float32), want.astype(jnp.float32))
+    report = optimize(plain).explain(u, t).gradients
+    assert {g.table: g.reason for g in report} == {"u": "", "t": "a table of 8-bit floats"}
+
+
 def test_doubles_and_wide_ids() -> None:
     with jax.enable_x64(True):
         t = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, DIM)))
