@@ -328,3 +328,15 @@ def test_a_token_s_call_before_all_is_packed(params: Any) -> None:
         packing.join()
         jax.block_until_ready(done)
         del slot, data, packing
+
+
+def test_helpers_that_look_out_for_the_next_batch(params: Any) -> None:
+    options = recom_jax.Options(spin_us=300, ring_slots=2)
+    serve = recom_jax.optimize(model, options=options).bind(params)
+    batches = [make_batch(ROWS, seed) for seed in range(3)]
+    wants = [np.asarray(PLAIN(params, b)) for b in batches]
+    for k in range(12):
+        same(serve(batches[k % 3]), wants[k % 3])
+        same(serve(fill(serve.input_views(batches[k % 3]), batches[k % 3])), wants[k % 3])
+    with pytest.raises(recom_jax.OptionError, match="spin_us"):
+        recom_jax.Options(spin_us=-1)
