@@ -6,6 +6,7 @@ Both are custom calls that are not part of command buffers: they act on the stre
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -53,7 +54,7 @@ def unmarked() -> Iterator[None]:
 
 
 def lower_mark(ctx: Any, *operands: Any, name: str) -> Any:
-    """The marker's lowering: a call that returns its operands' memory.
+    """The marker's lowering: a call that returns its operand's memory.
 
     Within `marking` it starts preprocessing kernels. Otherwise it does nothing, and is part of command buffers; it is
     there so that XLA compiles the step alike: a co-run step must give the bits of the user's own. Over several
@@ -64,9 +65,16 @@ def lower_mark(ctx: Any, *operands: Any, name: str) -> Any:
     off = getattr(_LOCAL, "off", False) or (cpu and not _emulated)
     if off or not operands or compat.module_devices(ctx) > 1:
         return operands
-    aliases = {k: k for k in range(len(operands))}
-    if not on:
-        rule = jax.ffi.ffi_lowering(ffi.PASS, operand_output_aliases=aliases)
-        return rule(ctx, *operands)
-    rule = jax.ffi.ffi_lowering(ffi.MARK, operand_output_aliases=aliases, has_side_effect=True)
-    return rule(ctx, *operands, name=name)
+    # One array stands for all, the smallest: XLA has it in memory anyway, and passes it on without a copy, or a
+    # cheap one.
+    sizes = {k: math.prod(a.shape) * a.dtype.itemsize for k, a in enumerate(ctx.avals_in)}
+    k = min((k for k in sizes if sizes[k]), key=lambda k: sizes[k], default=None)
+    if k is None:
+        return operands
+    inner = ctx.replace(avals_in=[ctx.avals_in[k]], avals_out=[ctx.avals_out[k]])
+    if on:
+        rule = jax.ffi.ffi_lowering(ffi.MARK, operand_output_aliases={0: 0}, has_side_effect=True)
+        made = rule(inner, operands[k], name=name)
+    else:
+        made = jax.ffi.ffi_lowering(ffi.PASS, operand_output_aliases={0: 0})(inner, operands[k])
+    return [*operands[:k], *made, *operands[k + 1 :]]
