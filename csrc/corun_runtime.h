@@ -2,7 +2,7 @@
 // own, started where the train step's stages begin. Nothing here waits for the device except
 // `acquire`, which the packing thread calls, and the end.
 //
-//   packing thread   acquire -> pack -> commit           (or abandon)
+//   reader thread    acquire -> pack -> commit           (or abandon)
 //   XLA's thread     take (start of a step), mark (end of a stage)
 //
 // What protects a slot, all by device events:
