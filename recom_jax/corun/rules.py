@@ -224,6 +224,7 @@ class _Reader:
         numbers, _ = take_apart(x.values if isinstance(x, Jagged) else x)
         salt = Const(np.array(call.parameters["salt"] % (1 << 64), np.uint64))
         limit = Const(np.array(call.parameters["max_value"], np.uint64))
+        parts: tuple[SymArray, ...]
         if isinstance(numbers, Int64):
             text, parts = "sigrid_hash(join({0}, {1}), {2}, {3})", (numbers.hi, numbers.lo)
         else:
