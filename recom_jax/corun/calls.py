@@ -32,10 +32,13 @@ def take(token: Any, like: Sequence[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def marking() -> Iterator[None]:
-    """Within it, in this thread, stage markers are lowered to calls that start preprocessing kernels."""
-    before = getattr(_LOCAL, "on", False)
-    _LOCAL.on = True
+def marking(names: frozenset[str]) -> Iterator[None]:
+    """Within it, in this thread, stage markers of these names are lowered to calls that start preprocessing kernels.
+
+    Each parts a command buffer in two, which costs the host time: so only those that start something are named.
+    """
+    before: frozenset[str] = getattr(_LOCAL, "on", frozenset())
+    _LOCAL.on = names
     try:
         yield
     finally:
@@ -60,7 +63,7 @@ def lower_mark(ctx: Any, *operands: Any, name: str) -> Any:
     there so that XLA compiles the step alike: a co-run step must give the bits of the user's own. Over several
     devices, and on CPUs, where steps are not changed, it is nothing.
     """
-    on = getattr(_LOCAL, "on", False)
+    on = name in getattr(_LOCAL, "on", frozenset())
     cpu = ctx.module_context.platforms[0] == "cpu"
     off = getattr(_LOCAL, "off", False) or (cpu and not _emulated)
     if off or not operands or compat.module_devices(ctx) > 1:
