@@ -145,10 +145,12 @@ class PrepRuntime:
             profile=profile,
         )
         self.marks = marks_of(schedule, profile)
-        self._places = [
-            (x.offset, x.nbytes, np.dtype(x.dtype).kind, np.dtype(x.dtype).itemsize)
-            for x in kernels.leaves
-        ]
+        self._places = ffi.extension().CorunPlaces(
+            [
+                (x.offset, x.nbytes, np.dtype(x.dtype).kind, np.dtype(x.dtype).itemsize)
+                for x in kernels.leaves
+            ]
+        )
         self._slots = slots
         self._tokens: dict[tuple[Any, bool], list[Any]] = {}
         self._lock = threading.Lock()
