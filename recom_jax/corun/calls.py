@@ -27,8 +27,33 @@ def take(token: Any, like: Sequence[Any]) -> list[Any]:
     """
     if not like:
         return []
-    kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
-    return list(jax.ffi.ffi_call(ffi.TAKE, kinds, has_side_effect=True)(token))
+    kinds = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in like)
+    return list(take_p.bind(token, kinds=kinds))
+
+
+# A primitive of ours, not `jax.ffi.ffi_call` with a side effect: JAX dispatches programs with effects in Python, which
+# takes it milliseconds a step. XLA is told of the effect all the same.
+take_p = compat.Primitive("recom_corun_take")
+
+
+def _lower_take(ctx: Any, token: Any, *, kinds: Any) -> Any:
+    del kinds
+    return jax.ffi.ffi_lowering(ffi.TAKE, has_side_effect=True)(ctx, token)
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("a co-run step takes its batch once, under no transformation")
+
+
+compat.register_primitive(
+    take_p,
+    abstract_eval=lambda _, *, kinds: list(kinds),
+    jvp=_never,
+    batch=_never,
+    lower_cpu=_lower_take,
+    lower_cuda=_lower_take,
+    lower_default=_never,
+)
 
 
 @contextlib.contextmanager
