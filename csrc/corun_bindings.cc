@@ -58,11 +58,14 @@ py::dict stats(Runtime& r) {
   return d;
 }
 
-// `places`: (offset, or -1 for a leaf that nobody reads; bytes at most; kind and size of its
-// elements) of each leaf.
-using Places = std::vector<std::tuple<int64_t, int64_t, char, int>>;
+// Where leaves go, converted once: (offset, or -1 for a leaf that nobody reads; bytes at most; kind
+// and size of its elements) of each.
+struct Places {
+  std::vector<std::tuple<int64_t, int64_t, char, int>> of;
+};
 
-py::object stage(Runtime& r, const py::list& leaves, const Places& places, int threads) {
+py::object stage(Runtime& r, const py::list& leaves, const Places& held, int threads) {
+  const auto& places = held.of;
   if (leaves.size() != places.size()) throw std::invalid_argument("recom corun: other leaves");
   std::vector<Runtime::Part> parts;
   parts.reserve(places.size());
@@ -100,6 +103,9 @@ py::object stage(Runtime& r, const py::list& leaves, const Places& places, int t
 }  // namespace
 
 void bind_corun(py::module_& m) {
+  py::class_<Places>(m, "CorunPlaces").def(py::init([](decltype(Places::of) of) {
+    return Places{std::move(of)};
+  }));
   using release = py::call_guard<py::gil_scoped_release>;
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "CorunRuntime")
       .def(py::init([](int device, const std::string& image, int slots, int64_t in_bytes,

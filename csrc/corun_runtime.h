@@ -1,14 +1,16 @@
 // Co-running on a device: a ring of batches that we own, preprocessing kernels on a stream of our
 // own, started where the train step's stages begin. Nothing here waits for the device except
-// `acquire`, which the packing thread calls, and the end.
+// `acquire`, which the reader's thread calls, and the end.
 //
-//   packing thread   acquire -> pack -> commit           (or abandon)
-//   XLA's thread     take (start of a step), mark (end of a stage)
+// The reader's thread: acquire, pack, commit (or abandon). XLA's thread: take (a step begins), mark
+// (a stage ends).
 //
 // What protects a slot, all by device events:
-//   copied    the raw batch has arrived: kernels wait for it; the packing thread, before it packs
-//   again ready     the kernels have run: XLA's stream waits for it in `take`; the next raw batch's
-//   copy too consumed  XLA has copied the results: the next batch's kernels wait for it
+//
+// - copied: the raw batch has arrived. Kernels wait for it, and the reader before it packs again.
+// - ready: the kernels have run. `take` makes XLA's stream wait for it; the next raw batch's copy
+//   waits, too.
+// - consumed: XLA has copied the results. The next batch's kernels wait for it.
 
 #ifndef RECOM_JAX_CSRC_CORUN_RUNTIME_H_
 #define RECOM_JAX_CSRC_CORUN_RUNTIME_H_

@@ -60,6 +60,9 @@ def exact(raw: Any) -> Any:
     words = pp.clamp(raw["words"], 0, 50)
     return {
         "hash": pp.sigrid_hash(raw["id"], salt=2, max_value=77),
+        "hash of int32": pp.sigrid_hash(raw["small"], salt=-3, max_value=1 << 31),
+        "hash of bytes": pp.sigrid_hash(raw["byte"], salt=(1 << 62) + 1, max_value=1),
+        "hash of nulls": pp.sigrid_hash(pp.Nullable(raw["id"], raw["null"].valid), 5, 99991),
         "wide": pp.sigrid_hash(raw["id"], salt=2, max_value=1 << 40),
         "bucket": pp.hash_bucket(raw["id"], 13),
         "bins": pp.bucketize(raw["x"], [-1.0, 0.0, 0.0, 2.5]),

@@ -6,6 +6,7 @@ Both are custom calls that are not part of command buffers: they act on the stre
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,15 +27,43 @@ def take(token: Any, like: Sequence[Any]) -> list[Any]:
     """
     if not like:
         return []
-    kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
-    return list(jax.ffi.ffi_call(ffi.TAKE, kinds, has_side_effect=True)(token))
+    kinds = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in like)
+    return list(take_p.bind(token, kinds=kinds))
+
+
+# A primitive of ours, not `jax.ffi.ffi_call` with a side effect: JAX dispatches programs with effects in Python, which
+# takes it milliseconds a step. XLA is told of the effect all the same.
+take_p = compat.Primitive("recom_corun_take")
+
+
+def _lower_take(ctx: Any, token: Any, *, kinds: Any) -> Any:
+    del kinds
+    return jax.ffi.ffi_lowering(ffi.TAKE, has_side_effect=True)(ctx, token)
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("a co-run step takes its batch once, under no transformation")
+
+
+compat.register_primitive(
+    take_p,
+    abstract_eval=lambda _, *, kinds: list(kinds),
+    jvp=_never,
+    batch=_never,
+    lower_cpu=_lower_take,
+    lower_cuda=_lower_take,
+    lower_default=_never,
+)
 
 
 @contextlib.contextmanager
-def marking() -> Iterator[None]:
-    """Within it, in this thread, stage markers are lowered to calls that start preprocessing kernels."""
-    before = getattr(_LOCAL, "on", False)
-    _LOCAL.on = True
+def marking(names: frozenset[str]) -> Iterator[None]:
+    """Within it, in this thread, stage markers of these names are lowered to calls that start preprocessing kernels.
+
+    Each parts a command buffer in two, which costs the host time: so only those that start something are named.
+    """
+    before: frozenset[str] = getattr(_LOCAL, "on", frozenset())
+    _LOCAL.on = names
     try:
         yield
     finally:
@@ -53,20 +82,27 @@ def unmarked() -> Iterator[None]:
 
 
 def lower_mark(ctx: Any, *operands: Any, name: str) -> Any:
-    """The marker's lowering: a call that returns its operands' memory.
+    """The marker's lowering: a call that returns its operand's memory.
 
     Within `marking` it starts preprocessing kernels. Otherwise it does nothing, and is part of command buffers; it is
     there so that XLA compiles the step alike: a co-run step must give the bits of the user's own. Over several
     devices, and on CPUs, where steps are not changed, it is nothing.
     """
-    on = getattr(_LOCAL, "on", False)
+    on = name in getattr(_LOCAL, "on", frozenset())
     cpu = ctx.module_context.platforms[0] == "cpu"
     off = getattr(_LOCAL, "off", False) or (cpu and not _emulated)
     if off or not operands or compat.module_devices(ctx) > 1:
         return operands
-    aliases = {k: k for k in range(len(operands))}
-    if not on:
-        rule = jax.ffi.ffi_lowering(ffi.PASS, operand_output_aliases=aliases)
-        return rule(ctx, *operands)
-    rule = jax.ffi.ffi_lowering(ffi.MARK, operand_output_aliases=aliases, has_side_effect=True)
-    return rule(ctx, *operands, name=name)
+    # One array stands for all, the smallest: XLA has it in memory anyway, and passes it on without a copy, or a
+    # cheap one.
+    sizes = {k: math.prod(a.shape) * a.dtype.itemsize for k, a in enumerate(ctx.avals_in)}
+    k = min((k for k in sizes if sizes[k]), key=lambda k: sizes[k], default=None)
+    if k is None:
+        return operands
+    inner = ctx.replace(avals_in=[ctx.avals_in[k]], avals_out=[ctx.avals_out[k]])
+    if on:
+        rule = jax.ffi.ffi_lowering(ffi.MARK, operand_output_aliases={0: 0}, has_side_effect=True)
+        made = rule(inner, operands[k], name=name)
+    else:
+        made = jax.ffi.ffi_lowering(ffi.PASS, operand_output_aliases={0: 0})(inner, operands[k])
+    return [*operands[:k], *made, *operands[k + 1 :]]

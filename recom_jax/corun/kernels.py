@@ -246,6 +246,23 @@ template <class T>
 RECOM_FN void store(unsigned char* base, int offset, int place, T value) {{
   reinterpret_cast<T*>(base + offset)[place] = value;
 }}
+RECOM_FN u64 join(u32 high, u32 low) {{ return u64{{high}} << 32 | low; }}
+RECOM_FN i32 sigrid_hash(u64 x, u64 salt, u64 limit) {{
+  const u64 mul = 0x9ddfea08eb382d69ull;
+  u64 k = ~x + (x << 21);
+  k ^= k >> 24;
+  k += (k << 3) + (k << 8);
+  k ^= k >> 14;
+  k += (k << 2) + (k << 4);
+  k ^= k >> 28;
+  k += k << 31;
+  u64 a = (k ^ salt) * mul;
+  a ^= a >> 47;
+  u64 b = (salt ^ a) * mul;
+  b ^= b >> 47;
+  const i64 rest = static_cast<i64>(b * mul) % static_cast<i64>(limit);
+  return static_cast<i32>(rest < 0 ? rest + static_cast<i64>(limit) : rest);
+}}
 {classes}
 }}  // namespace recom_cuda
 

@@ -98,6 +98,7 @@ class MeshRuntime:
             parts[0].schedule,
         )
         self.native = _Natives([p.native for p in parts])
+        self.marks = parts[0].marks
         self._tokens: dict[tuple[int, ...], Any] = {}
 
     def pack(self, leaves: Sequence[Any]) -> tuple[int, ...]:
@@ -132,7 +133,7 @@ class MeshRuntime:
         return found
 
     def key(self) -> Any:
-        return self.kernels.results, self.mesh, str(self.specs)
+        return self.kernels.results, self.mesh, str(self.specs), self.marks
 
     def batch_like(self) -> Any:
         """Shapes of the whole batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import statistics
 import threading
 import time
@@ -12,9 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import recom_jax
 from recom_jax import stage as staging
-from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
 from recom_jax.corun import units
 from recom_jax.corun.device import Device, Threads
@@ -23,15 +22,14 @@ from recom_jax.corun.mesh import MeshEngine, compilers_of, map_specs
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import Measured, Plan
 from recom_jax.corun.planner import plan_for, plan_for_kernels
-from recom_jax.corun.probe import REST, cut, donated_inputs, key_of_step
-from recom_jax.corun.probe_stream import Probed, probe
+from recom_jax.corun.prep import compile_prep, like
+from recom_jax.corun.probe_stream import Probed, probe_step
 from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
 from recom_jax.corun.stream import Compiler, Engine, Streams
 from recom_jax.errors import PipelineError
 from recom_jax.preprocess.ingest import columns, snapshot
-from recom_jax.trace import flatten
 
 _KEEP = 4096  # samples of steps
 _emulated: Any = None  # tests: (what makes native runtimes, processors) on a CPU
@@ -324,8 +322,11 @@ class Pipeline:
                 "make_plan: this pipeline is running; close that run's generator first"
             )
         try:
-            probed = self.probed = self._probe(made) if self.options.probe else None
             kernels = found[0].runtime.kernels
+            probed = None
+            if self.options.probe:
+                timed = functools.partial(self.make_engine, 3, profile=True)
+                probed = self.probed = probe_step(self._step, self._seen, kernels, made, timed)
             self._plan = plan_for_kernels(kernels, probed, self._measured(), self.options)
             self._predicted_s = self._plan.predicted_us / 1e6
             engine.reschedule(self.schedule_of)
@@ -338,26 +339,6 @@ class Pipeline:
         self._plan, self._predicted_s = plan, plan.predicted_us / 1e6
         if self._made_engine is not None:
             self._made_engine.reschedule(self.schedule_of)
-
-    def _probe(self, made: Any) -> Probed:
-        """What the device leaves free beside the step, from the cache or measured now."""
-        inner = getattr(self._step, "__wrapped__", self._step)
-        kernels = self._engine().program(made)[0].runtime.kernels  # type: ignore[union-attr]
-        batch = jax.tree.unflatten(
-            kernels.out_tree, [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in kernels.results]
-        )
-        closed = flatten(jax.make_jaxpr(inner)(self._seen, batch), keep_fused=True)
-        names = [part.name for part in cut(closed) if part.name != REST]
-        donated = donated_inputs(self._step, self._seen, batch)
-        key = key_of_step(closed, donated, 0) + key_of(kernels.source, kernels.words)
-        return probe(
-            lambda schedule: self.make_engine(3, schedule, profile=True),
-            made,
-            self._seen,
-            names,
-            Cache.of(recom_jax.Options()),
-            key,
-        )
 
     def _make_plan(self) -> Plan:
         kernels = None if self._made_engine is None else self._made_engine.latest()
@@ -422,26 +403,3 @@ def _place_of(device: Any) -> tuple[rt.Make, int]:
     """What makes native runtimes on a device, and its multiprocessors."""
     found: tuple[rt.Make, int] = _emulated or (rt.on_cuda(device), rt.processors_of(device))
     return found
-
-
-def compile_prep(prep: Callable[[Any], Any], options: Options) -> Callable[[Any], Any]:
-    """The preprocessing program as it is run: jitted, or through the fusion compiler."""
-    if not options.fused:
-        return jax.jit(prep)
-    import recom_jax
-
-    made: Callable[[Any], Any] = recom_jax.optimize(
-        prep, options=recom_jax.Options(fuse_values=True)
-    )
-    return made
-
-
-def like(tree: Any) -> Any:
-    """Shapes and dtypes of a pytree of arrays."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            np.shape(x),
-            jax.dtypes.canonicalize_dtype(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype),
-        ),
-        tree,
-    )

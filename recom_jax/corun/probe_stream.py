@@ -21,12 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from recom_jax.cache import Cache
+from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
 from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.plan import Device, Stage
-from recom_jax.corun.probe import REST
+from recom_jax.corun.probe import REST, cut, donated_inputs, key_of_step
 from recom_jax.corun.stream import Engine, Times
+from recom_jax.options import Options as CompilerOptions
+from recom_jax.trace import flatten
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 BESIDE = (0.25, 0.0625)
@@ -253,3 +255,25 @@ def probe(
     if cache is not None:
         cache.put("probe", key, made.to_json())
     return made
+
+
+def probe_step(
+    step: Callable[[Any, Any], Any],
+    state: Any,
+    kernels: PrepKernels,
+    columns: Any,
+    engine_of: Callable[[Callable[[PrepKernels], rt.Schedule]], Engine],
+) -> Probed:
+    """What a device leaves free beside a step, from the cache or measured now.
+
+    Args:
+      state: shapes and dtypes; columns: a raw batch, as columns; engine_of: as for `probe`.
+    """
+    inner = getattr(step, "__wrapped__", step)
+    batch = rt.batch_like(kernels)
+    closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
+    names = [part.name for part in cut(closed) if part.name != REST]
+    donated = donated_inputs(step, state, batch)
+    key = key_of_step(closed, donated, 0) + key_of(kernels.source, kernels.words)
+    cache = Cache.of(CompilerOptions())
+    return probe(engine_of, columns, state, names, cache, key)

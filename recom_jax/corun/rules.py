@@ -38,6 +38,7 @@ _FLOAT = {
     "sin": "sin", "cos": "cos", "exp2": "exp2",
 }  # fmt: skip
 _LISTS = ("firstx", "ngram", "pad", "fill_null_lists")
+_HASH = "sigrid_hash"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,8 +78,10 @@ compat.register_primitive(
 def _keep_lists(
     name: str, body: Callable[..., Any], inputs: Sequence[Any], values: dict[str, Any]
 ) -> Any:
-    """What the operators do while a program is traced for kernels: list operators stay one equation."""
-    if name not in _LISTS:
+    """What the operators do while a program is traced for kernels: list operators stay one equation, and hashes to
+    32 bits do, as 64-bit arithmetic is a tenth of the same in 32-bit words."""
+    narrow = name == _HASH and values["max_value"] <= 1 << 31
+    if name not in _LISTS and not narrow:
         return body(*inputs, *values.values())
     leaves, in_tree = jax.tree.flatten(inputs)
 
@@ -194,6 +197,8 @@ class _Reader:
 
     def lists(self, call: ListCall, args: list[SymArray]) -> list[SymArray]:
         (x,) = jax.tree.unflatten(call.in_tree, args)
+        if call.name == _HASH:
+            return self.hashed(call, x, args)
         if not isinstance(x, Jagged):
             raise Unsupported(f"{call.name} of a column without lists")
         where = self.structure(x.row_splits)
@@ -213,6 +218,19 @@ class _Reader:
         new = jax.tree.unflatten(jax.tree.structure(x.values), leaves)
         valid = None if like.valid is None else x.valid
         return [*jax.tree.leaves(new), splits, *([] if valid is None else [valid])]
+
+    def hashed(self, call: ListCall, x: Any, args: list[SymArray]) -> list[SymArray]:
+        """The column with its numbers hashed; validity and lists as they are."""
+        numbers, _ = take_apart(x.values if isinstance(x, Jagged) else x)
+        salt = Const(np.array(call.parameters["salt"] % (1 << 64), np.uint64))
+        limit = Const(np.array(call.parameters["max_value"], np.uint64))
+        parts: tuple[SymArray, ...]
+        if isinstance(numbers, Int64):
+            text, parts = "sigrid_hash(join({0}, {1}), {2}, {3})", (numbers.hi, numbers.lo)
+        else:
+            text, parts = "sigrid_hash(x_convert<u64>({0}), {1}, {2})", (numbers,)
+        made = Elementwise(parts[0].shape, np.int32, text, *parts, salt, limit)
+        return [made, *args[len(parts) :]]
 
     def structure(self, splits: SymArray) -> pull.ListOf:
         if isinstance(splits, pull_lists.ListSplits):

@@ -144,10 +144,13 @@ class PrepRuntime:
             mode=schedule.mode,
             profile=profile,
         )
-        self._places = [
-            (x.offset, x.nbytes, np.dtype(x.dtype).kind, np.dtype(x.dtype).itemsize)
-            for x in kernels.leaves
-        ]
+        self.marks = marks_of(schedule, profile)
+        self._places = ffi.extension().CorunPlaces(
+            [
+                (x.offset, x.nbytes, np.dtype(x.dtype).kind, np.dtype(x.dtype).itemsize)
+                for x in kernels.leaves
+            ]
+        )
         self._slots = slots
         self._tokens: dict[tuple[Any, bool], list[Any]] = {}
         self._lock = threading.Lock()
@@ -190,7 +193,7 @@ class PrepRuntime:
 
     def key(self) -> Any:
         """What a compiled step depends on."""
-        return self.kernels.out_tree, self.kernels.results
+        return self.kernels.out_tree, self.kernels.results, self.marks
 
     def batch_like(self) -> Any:
         """Shapes of the prepared batch."""
@@ -228,7 +231,7 @@ class Steps:
         first = next((x for x in leaves if isinstance(x, jax.Array)), None)
         home, committed = (None, False) if first is None else staging.home_of([first])
         token = runtime.token(slot, home or self._device, committed)
-        with calls.marking():
+        with calls.marking(runtime.marks):
             return run(token, *leaves)
 
     def _compile(self, tree: Any, state: Any, runtime: Any) -> Any:
@@ -241,6 +244,16 @@ class Steps:
         donated = donated_inputs(self._step, like, runtime.batch_like())
         donated = donated[: len(jax.tree.leaves(state))]
         return jax.jit(run, donate_argnums=[1 + k for k, d in enumerate(donated) if d])
+
+
+def marks_of(schedule: Schedule, profile: bool) -> frozenset[str]:
+    """The markers at which kernels start; all of them where stages are timed."""
+    ends = schedule.stages
+    if profile:
+        return frozenset(ends)
+    if schedule.mode != PLAN:
+        return frozenset()
+    return frozenset(ends[x.stage - 1] for x in schedule.launches if 0 < x.stage <= len(ends))
 
 
 def batch_like(kernels: PrepKernels) -> Any:
