@@ -125,3 +125,22 @@ def test_a_sum_of_one_hot_products_keeps_each_positions_nan() -> None:
     np.testing.assert_array_equal(ours(t, i), jax.jit(fn)(t, i))
     assert np.isnan(ours(t, i)[0, 0]) and np.isinf(ours(t, i)[1, 0])
     assert ours.explain(t, i).num_fused == 1  # the rows; their sum is XLA's
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_missing_row_makes_extremes_nan(op: str, dtype: Any) -> None:
+    """Compared with numpy: XLA's CPU code loses NaN in extremes of some shapes (docs/semantics.md)."""
+    rng = np.random.default_rng(0)
+    t = jnp.asarray(rng.normal(size=(13, 33)), dtype)
+    ids = rng.integers(-2, 15, (33, 9)).astype(np.int32)
+
+    def fn(t: jax.Array, ids: jax.Array) -> jax.Array:
+        return getattr(jnp.take(t, ids, axis=0).astype(jnp.float32), op)(1)
+
+    rows = np.asarray(jnp.take(t, ids, axis=0), np.float32)
+    want = getattr(rows, op)(1)
+    assert np.isnan(want).any() and not np.isnan(want).all()
+    ours = recom_jax.optimize(fn)
+    np.testing.assert_array_equal(np.asarray(ours(t, ids)), want)
+    assert [c.status for c in ours.explain(t, ids).columns] == ["fused"]
