@@ -55,7 +55,6 @@ inline constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHost
   X(host_free, "cuMemFreeHost", (void*))                                                                         \
   X(host_register, "cuMemHostRegister_v2", (void*, size_t, unsigned))                                            \
   X(host_unregister, "cuMemHostUnregister", (void*))                                                             \
-  X(copy_to_device, "cuMemcpyHtoD_v2", (Pointer, const void*, size_t))                                           \
   X(copy_to_device_async, "cuMemcpyHtoDAsync_v2", (Pointer, const void*, size_t, Stream))                        \
   X(copy_on_device_async, "cuMemcpyDtoDAsync_v2", (Pointer, Pointer, size_t, Stream))                            \
   X(copy_to_host_async, "cuMemcpyDtoHAsync_v2", (void*, Pointer, size_t, Stream))                                \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - numpy knows float8 by it
@@ -59,6 +60,13 @@ class Val:
     shape: Shape
     expr: ir.Expr | None
     parts: tuple[Part, ...] = ()
+
+    def map(self, f: Callable[[ir.Expr], ir.Expr]) -> Val:
+        """The same places, holding what `f` makes of their expressions."""
+        if self.expr is not None:
+            return Val(self.shape, f(self.expr))
+        parts = (Part(f(p.expr), p.shape, p.offset, p.strides) for p in self.parts)
+        return Val(self.shape, None, tuple(parts))
 
     @property
     def takes(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from recom_jax import ir
-from recom_jax.detect_values import Part, Val
+from recom_jax.detect_values import Val
 
 
 def row_of(pool: ir.Pool, t: ir.Take, drops: bool, masks: Sequence[ir.Expr]) -> ir.Expr:
@@ -83,13 +83,7 @@ class Mover:
         self.memo: dict[int, ir.Expr | None] = {}
 
     def value(self, v: Val) -> Val:
-        if v.expr is not None:
-            return Val(v.shape, self.root(v.expr))
-        return Val(
-            v.shape,
-            None,
-            tuple(Part(self.root(p.expr), p.shape, p.offset, p.strides) for p in v.parts),
-        )
+        return v.map(self.root)
 
     def root(self, e: ir.Expr) -> ir.Expr:
         return self.move(e) or self.pool.const(e.dtype, 0.0)

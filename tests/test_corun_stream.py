@@ -372,3 +372,9 @@ def test_options_say_what_runs_where(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = corun.Pipeline(prep, step, mesh, corun.Options(runtime="stream"))
     with pytest.raises(PipelineError, match="over a mesh the stream runtime needs specs"):
         losses(pipe, [raw_batch(0)])
+
+
+def test_a_batch_is_taken_under_no_transformation() -> None:
+    kinds = (jax.core.ShapedArray((3,), np.dtype(np.float32)),)
+    with pytest.raises(PipelineError, match="under no transformation"):
+        jax.vmap(lambda t: calls.take_p.bind(t, kinds=kinds))(np.zeros((2, 16), np.uint8))

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from recom_jax import compat, ffi
+from recom_jax.errors import PipelineError
 
 _LOCAL = threading.local()
 _emulated = False  # tests: markers on the CPU as on a GPU
@@ -42,7 +43,9 @@ def _lower_take(ctx: Any, token: Any, *, kinds: Any) -> Any:
 
 
 def _never(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError("a co-run step takes its batch once, under no transformation")
+    raise PipelineError(
+        "a co-run step takes its batch once, under no transformation: differentiate or batch inside the step itself"
+    )
 
 
 compat.register_primitive(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recom_jax import ir
-from recom_jax.detect_values import Output, Part, Val
+from recom_jax.detect_values import Output, Val
 from recom_jax.shape_solver.fact import Fact
 from recom_jax.simplify.facts import Facts
 from recom_jax.simplify.rules import RULES, Rewrite
@@ -94,13 +94,7 @@ class _Simplifier:
                 self.by_op.setdefault(op, []).append((name, rule))
 
     def value(self, v: Val) -> Val:
-        if v.expr is not None:
-            return Val(v.shape, self.root(v.expr))
-        return Val(
-            v.shape,
-            None,
-            tuple(Part(self.root(p.expr), p.shape, p.offset, p.strides) for p in v.parts),
-        )
+        return v.map(self.root)
 
     def root(self, e: ir.Expr) -> ir.Expr:
         new = self.run(e, self.facts)

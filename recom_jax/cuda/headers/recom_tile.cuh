@@ -142,6 +142,7 @@ RECOM_FN T load_shared(u32 at) {
 // Where element `begin` of an array lies, whose part a tile reads: in bytes [kFrom, kFrom + kBytes) of the stage.
 template <class T, int kFrom, int kBytes>
 struct Staged {
+  static_assert(kFrom + kBytes <= kStageBytes, "the stage is larger than its memory");
   static constexpr u32 kMost = kBytes / sizeof(T);
   i32 begin;
   u32 memory;
@@ -217,10 +218,10 @@ RECOM_FN constexpr int own_numbers(int share, int flight) { return flight > shar
 // lanes hold its positions, so that a shuffle's source is the same lane in every slice.
 template <int kShare>
 struct Team {
-  int size, slices, rank;  // rank: which of `size` positions in a row is this thread's
+  int size, rank;  // rank: which of `size` positions in a row is this thread's
 
   RECOM_FN Team(const Worker& me, int slices)
-      : size(kShare * slices), slices(slices), rank((kShare == 1 ? 0 : me.lane) * slices + me.slice) {}
+      : size(kShare * slices), rank((kShare == 1 ? 0 : me.lane) * slices + me.slice) {}
   // Positions that the warp's bags have at most, so that all of it goes round together. Shuffles of a part of a warp,
   // told by a mask that only the run knows, cost a search for the other members each time.
   RECOM_FN i32 most(i32 positions) const {
