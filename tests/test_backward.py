@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from helpers import EPS, VERIFY, assert_same, ids, table
-from test_random_programs import BATCHES, arguments, build
 
 import recom_jax
 from recom_jax import _recom, ir
@@ -28,6 +27,8 @@ from recom_jax.linear import linear
 from recom_jax.row_sums import row_sums
 from recom_jax.simplify import simplify
 from recom_jax.trace import trace
+from tests.random_columns import BATCHES, arguments
+from tests.random_models import build
 
 ROWS, DIM, B, L = 9, 4, 6, 3
 SEG = np.array([0, 0, 5, -1, 3, 3, 6, 3, 1, 1, 4, 4, 2, 2, 2, 0, 0, 7], np.int32)  # some of no bag
