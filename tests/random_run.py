@@ -14,6 +14,7 @@ import os
 import queue
 import random
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -156,44 +157,74 @@ def main(args: Sequence[str] | None = None) -> int:
         return work(o)
     o.workers = max(min(o.workers, models(o)), 1)
     begun, tally = time.monotonic(), _Tally()
-    words: queue.Queue[tuple[int, str]] = queue.Queue()
-    running = {k: _start(o, k, words) for k in range(o.workers)}
-    at: dict[int, int] = {}
-    heard = dict.fromkeys(running, time.monotonic())
-    while running:
-        try:
-            k, text = words.get(timeout=1.0)
-        except queue.Empty:
-            for k in [k for k in running if time.monotonic() - heard[k] > PATIENCE]:
-                running[k].kill()
-                tally.broken.append(f"worker {k} hangs in model {at.get(k)}")
-                heard[k] = float("inf")
-            continue
-        heard[k] = time.monotonic()
-        if not text:  # its end
-            process = running.pop(k)
-            if process.wait() != 0:
-                tally.broken.append(
-                    f"worker {k} ended with {process.returncode}, model {at.get(k)}"
-                )
-            continue
-        if not text.startswith("{"):
-            print(f"worker {k}: {text}", end="", flush=True)
-            continue
-        line = json.loads(text)
-        at[k] = line.get("begin", at.get(k, -1))
-        tally.take(line)
-        if "failed" in line:
-            name = f"FAILED model {line['failed']} of --seed {o.seed} --per-model {o.per_model}"
-            print(f"{name}: {tally.failed[line['failed']]}", flush=True)
-            if not o.keep_going:
-                for other in running.values():
-                    other.terminate()
-                for other in running.values():
-                    other.wait()
-                break
+    run = _Run(o, tally)
+    # What is known is worth more than a clean end: `timeout` and Ctrl-C get the summary, too.
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        run.all()
+    except KeyboardInterrupt:
+        tally.broken.append("stopped from outside")
+    finally:
+        run.stop()
+        signal.signal(signal.SIGTERM, before)
     _summary(o, tally, time.monotonic() - begun)
     return int(bool(tally.failed or tally.broken))
+
+
+class _Run:
+    """The workers of a run, and what they say."""
+
+    def __init__(self, o: argparse.Namespace, tally: _Tally) -> None:
+        self.o, self.tally = o, tally
+        self.words: queue.Queue[tuple[int, str]] = queue.Queue()
+        self.running = {k: _start(o, k, self.words) for k in range(o.workers)}
+        self.at: dict[int, int] = {}
+        self.heard = dict.fromkeys(self.running, time.monotonic())
+
+    def all(self) -> None:
+        """Hears all workers to their ends, or to the first failure."""
+        while self.running:
+            try:
+                k, text = self.words.get(timeout=1.0)
+            except queue.Empty:
+                self.hanging()
+                continue
+            self.heard[k] = time.monotonic()
+            if not text:
+                self.ended(k)
+            elif not text.startswith("{"):
+                print(f"worker {k}: {text}", end="", flush=True)
+            elif not self.line(k, json.loads(text)) and not self.o.keep_going:
+                return
+
+    def hanging(self) -> None:
+        for k, process in self.running.items():
+            if time.monotonic() - self.heard[k] > PATIENCE:
+                process.kill()
+                self.tally.broken.append(f"worker {k} hangs in model {self.at.get(k)}")
+                self.heard[k] = float("inf")
+
+    def ended(self, k: int) -> None:
+        code = self.running.pop(k).wait()
+        if code != 0:
+            self.tally.broken.append(f"worker {k} ended with {code}, model {self.at.get(k)}")
+
+    def line(self, k: int, line: dict[str, Any]) -> bool:
+        """Takes a worker's line; False if it is a failure."""
+        o = self.o
+        self.at[k] = line.get("begin", self.at.get(k))
+        self.tally.take(line)
+        failed = line.get("failed")
+        if failed is not None:
+            name = f"FAILED model {failed} of --seed {o.seed} --per-model {o.per_model}"
+            print(f"{name}: {self.tally.failed[failed]}", flush=True)
+        return failed is None
+
+    def stop(self) -> None:
+        for process in self.running.values():
+            process.kill()
+        for process in self.running.values():
+            process.wait()
 
 
 def command(o: argparse.Namespace, k: int) -> list[str]:
