@@ -490,6 +490,45 @@ def test_sums_do_not_depend_on_threads(kind: str, rows: int) -> None:
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("width", [1, 4, 5, 8, 32])
+def test_bags_added_at_once_and_item_by_item_have_the_same_bits(width: int) -> None:
+    """One thread goes through the bags in their order, many deal the items out by their rows."""
+    rng = np.random.default_rng(width)
+    rows, n = 500, 4000
+
+    def fn(t: Any, i: Any, w: Any, s: Any, there: Any) -> Any:
+        pooled = (jnp.where((i != 3)[..., None], t[i], 0) * w[..., None]).sum(1) * s[:, None]
+        return jnp.concatenate([jnp.where(there[:, None], pooled, 0), t[i[:, 0]]], -1)
+
+    t = jnp.asarray(rng.normal(size=(rows, width)), jnp.float32)
+    i = (rng.zipf(1.2, (n, 3)) % (rows + 20) - 10).astype(np.int32)
+    w, s = rng.normal(size=(n, 3)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    args = (t, i, w, s, rng.random(n) < 0.7)
+    traced = trace(fn, args, ("t", "i", "w", "s", "there"))
+    detected, _ = detect(traced.jaxpr, VERIFY)
+    found = linear(detected, detected.outputs, [traced.jaxpr.jaxpr.invars[0]])
+    assert {(x.weight is None, x.scale is None, x.there is None) for x in found.terms} == {
+        (False, False, False),
+        (True, True, True),
+    }
+    sums = row_sums(detected, found, VERIFY)
+    known = {id(v): a for v, a in zip(traced.jaxpr.jaxpr.invars, args, strict=True)}
+    operands = [known[id(v)] for v in sums.numbers.operands]
+    binding = np.array([x for k in range(len(operands)) for x in (k, -1)], np.int64)
+    ct = rng.normal(size=(n, 2 * width)).astype(np.float32)
+    made = []
+    for threads in (1, 16):
+        out = np.full(t.shape, 77, np.float32)
+        _recom.run_row_sums(
+            sums.encoded.words, binding, sums.words, [*operands, ct], [out], threads
+        )
+        made.append(out)
+    np.testing.assert_array_equal(made[0].view(np.int32), made[1].view(np.int32))
+    want = jax.vjp(lambda t: fn(t, *args[1:]), t)[1](jnp.asarray(ct))[0]
+    np.testing.assert_allclose(made[0], want, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.once
 def test_malformed_descriptions_are_refused() -> None:
     """Any word changed: an error that says so, or a sum that stays inside its buffers."""
     _, sums, (t, i, w) = example()
