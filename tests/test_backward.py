@@ -217,6 +217,12 @@ def test_each_table_goes_its_own_way() -> None:
         ("u", "xla"),
         ("still", "fused"),
     ]
+    on_gpu = f.explain(*args).gradients_on("gpu")
+    assert [g.status for g in on_gpu] == ["xla"] * 3
+    assert on_gpu[0].reason == "on gpu the backward pass is JAX's own"
+    assert on_gpu[1] == report[1]
+    with jax.default_device("cpu"):
+        assert f.explain(*args).gradients == report
     (call,) = (e.params["call"] for e in compiled(plain, *args).eqns if "call" in e.params)
     avals = [v.aval for v in call.closed.jaxpr.invars]
     moving = [k for k, v in enumerate(avals) if v.shape == (ROWS, DIM)]
