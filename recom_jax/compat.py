@@ -269,6 +269,14 @@ def zero_tangent(primal_out: Any) -> Any:
 Inconclusive = _core.InconclusiveDimensionOperation
 
 
+def default_platform() -> str:
+    """The platform of the device that arrays go to by default, as JAX names it ("cpu", "gpu")."""
+    device = _config.default_device.value
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else str(device.platform)
+
+
 def is_symbolic(dim: Any) -> bool:
     """Whether a size of a shape is an expression in dimension variables (`jax.export`)."""
     return not isinstance(dim, int) and _core.is_symbolic_dim(dim)
