@@ -101,10 +101,11 @@ class _Text:
         self.literals: dict[int, str] = {}
         self.dtypes: dict[Any, str] = {None: ""}
 
-    def jaxpr(self, closed: Any) -> list[str]:
-        jaxpr = compat.open_jaxpr(closed)
+    def jaxpr(self, x: Any) -> list[str]:
+        """Lines of a jaxpr, open or closed. JAX's own text of one leaves the values of its constants out."""
+        jaxpr = compat.open_jaxpr(x) if hasattr(x, "consts") else x
         lines = [self.made(jaxpr.invars), self.made(jaxpr.constvars)]
-        lines += _constants(closed.consts)
+        lines += _constants(getattr(x, "consts", ()))
         for e in jaxpr.eqns:
             params = self.params.get(id(e.params))
             if params is None:
@@ -168,7 +169,7 @@ class _Text:
         if hasattr(x, "eqns"):
             known = self.bodies.get(id(x))
             if known is None:
-                known = self.bodies[id(x)] = x, _ADDRESS.sub("0x", str(x))
+                known = self.bodies[id(x)] = x, "{" + "\n".join(_Text().jaxpr(x)) + "}"
             return known[1]
         return f"{type(x).__module__}.{type(x).__qualname__}:{_ADDRESS.sub('0x', str(x))}"
 

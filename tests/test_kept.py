@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
@@ -162,6 +163,29 @@ def test_what_decides_is_part_of_the_key(
     monkeypatch.delenv("RECOM_DISABLE")
     monkeypatch.setattr(kept, "sources", lambda: "another compiler")
     assert key() not in keys
+
+
+@pytest.mark.parametrize("loop", ["scan", "map", "cond"])
+def test_constants_of_inner_functions_are_part_of_the_key(
+    options: recom_jax.Options, loop: str
+) -> None:
+    """JAX's text of an inner jaxpr does not tell what its constants are."""
+
+    def run(bins: np.ndarray[Any, Any], params: Any, batch: Any) -> Any:
+        def one(x: Any) -> Any:
+            return params["a"][jnp.digitize(x, bins)] * jnp.asarray(bins[:4])
+
+        if loop == "scan":
+            return jax.lax.scan(lambda c, x: (c, one(x)), 0, batch["x"])[1]
+        if loop == "map":
+            return jax.lax.map(one, batch["x"])
+        return jax.lax.cond(batch["ids"][0, 0] > 0, one, lambda x: one(x) + 1, batch["x"][0])
+
+    for low in (5.0, 1.0, 3.0):
+        bins = np.array([low, 5.5, 6.5, 9.0], np.float32)
+        fn = functools.partial(run, bins)
+        got = recom_jax.optimize(fn, options=options)(*inputs())
+        np.testing.assert_array_equal(got, fn(*inputs()))
 
 
 def test_functions_without_a_key(options: recom_jax.Options) -> None:
