@@ -108,7 +108,7 @@ def make_take(
     )
     if one_hot:
         d.note(take, "one-hot-to-lookup")
-    d.pool.origins.setdefault(id(take), set()).add(len(d.reads))
+    d.pool.read(take, len(d.reads))
     d.reads.append(Read(table, eqn, take, ""))
     return _rows_expr(d, table_expr, take)
 

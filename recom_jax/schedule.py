@@ -14,7 +14,7 @@ from typing import Any
 
 from recom_jax import ir
 from recom_jax.detect_values import Detected, Output, Part, row_major
-from recom_jax.emit import Emitter
+from recom_jax.emit_twins import Columns
 from recom_jax.errors import EncodeError
 from recom_jax.program import DIM, IMM, ClassDef, ColumnDef, Program
 from recom_jax.shape_solver.dims import DimLike, evaluate, substitute, symbols
@@ -100,10 +100,10 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
     classes: dict[ClassDef, int] = {}
     columns: list[Column] = []
     lookups = []
+    code = Columns(detected.pool, resolve, operand, order, outputs)
     for group in _groups([p for _, p in pieces]):
-        emitter = Emitter(detected.pool, resolve, operand, outputs)
         try:
-            cls, values = emitter.column(group)
+            cls, values = code.column(group)
         except EncodeError as why:
             failed.append((outputs[group[0].result].var, str(why)))
             continue

@@ -1,0 +1,369 @@
+"""Columns of equal structure are analysed once.
+
+A model of a thousand columns holds a few kinds of them. `Twins` cuts a jaxpr into *slices*: neighbouring equations of which
+only the last one's results are read elsewhere. Two slices are twins if they are the same equations (primitives,
+parameters, literals) on arguments of the same shapes and dtypes, and constants of the same values, as long as no equation
+before them reads these arguments (but constants and tables). The rules run on the first of them, and what they did is written down: sizes
+named and joined, operands, reads, notes. For its twins that is done again in other names: `Renaming` maps variables and
+sizes, and expressions node by node.
+
+So the result is what the rules would have made of each slice; `ENABLED = False` lets them (tests compare the two). Later
+stages find in `ir.Pool.twins` that a result is the renamed form of another, and rename what they made of that
+one (`simplify`, `emit_twins`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recom_jax import compat, ir
+from recom_jax.detect_values import Part, Read, Val
+from recom_jax.shape_solver.dims import DimLike, substitute
+
+if TYPE_CHECKING:
+    from recom_jax.detect import Detector
+
+ENABLED = True  # tests: let the rules run on every slice
+
+LEAST, LONGEST = 2, 128  # equations of a slice
+LARGEST_CONSTANT = 1 << 16  # bytes; larger ones are their own twins only
+
+_JOINS = ("concatenate", "stack")  # where columns meet: no slice goes on behind them
+_FAR = 1 << 60
+
+
+class Renaming:
+    """The variables and sizes of one slice in the place of another's.
+
+    Attributes:
+      variables: by the ids of those of the first slice.
+      sizes: by the names of the first slice's symbols.
+    """
+
+    def __init__(self, pool: ir.Pool, variables: dict[int, Any], sizes: dict[str, DimLike]) -> None:
+        self.pool, self.variables, self.sizes = pool, variables, sizes
+        self.memo: dict[int, ir.Expr] = {}
+
+    def dim(self, d: DimLike) -> DimLike:
+        if isinstance(d, int):
+            return d
+        return self.sizes[d.name] if d.name is not None else substitute(d, self.sizes)
+
+    def expr(self, e: ir.Expr) -> ir.Expr:
+        return self.pool.renamed(e, self.variables, self.dim, self.memo)
+
+    def val(self, v: Val) -> Val:
+        shape = tuple(map(self.dim, v.shape))
+        if v.expr is not None:
+            return Val(shape, self.expr(v.expr))
+        return Val(shape, None, tuple(map(self._part, v.parts)))
+
+    def _part(self, p: Part) -> Part:
+        shape, strides = tuple(map(self.dim, p.shape)), tuple(map(self.dim, p.strides))
+        return Part(self.expr(p.expr), shape, self.dim(p.offset), strides)
+
+    def again(self, journal: Sequence[tuple[Any, ...]], first_read: int = 0) -> None:
+        """Does what a journal of the pool's says, in these names."""
+        for what, e, *rest in journal:
+            if what == "note":
+                self.pool.note(self.expr(e), *rest)
+            elif what == "read":
+                self.pool.read(self.expr(e), rest[0] + first_read)  # type: ignore[arg-type]
+            else:
+                self.pool.same_reads(self.expr(e), self.expr(rest[0]))  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(slots=True)
+class Slice:
+    """The first slice of its kind, and what the rules did with it.
+
+    Attributes:
+      leaves: arguments and constants that it reads, in the order it reads them.
+      journal: what was done to the unifier ("fresh", "unify") and to the pool.
+      sizes: symbols of the leaves that were operands before, and those made; order: how their names sort.
+      first_read: how many reads there were before it.
+      reads, others: found in it, each with the place of its equation.
+      operands: variables that became operands, and whether `Detector.val` knows them as that.
+      values: of the variables that it makes.
+      results: values of the last equation's.
+      useful: nothing was done that cannot be done again.
+      twins: how many others there are.
+    """
+
+    eqns: Sequence[Any]
+    leaves: tuple[Any, ...]
+    journal: tuple[tuple[Any, ...], ...]
+    sizes: tuple[DimLike, ...]
+    order: list[int]
+    first_read: int
+    reads: tuple[tuple[Read, int], ...]
+    others: tuple[tuple[int, str], ...]
+    operands: tuple[tuple[Any, Val, bool], ...]
+    values: tuple[tuple[Any, Val], ...]
+    results: tuple[tuple[int, Val], ...]
+    useful: bool
+    twins: int = 0
+
+
+class Twins:
+    """Finds twins in one analysis.
+
+    Attributes:
+      later: values that nobody asked for yet, by id of their variable.
+    """
+
+    def __init__(self, d: Detector) -> None:
+        self.d = d
+        self.later: dict[int, tuple[Renaming, Val]] = {}
+        self._slices: dict[Any, Slice] = {}
+        self._params: dict[int, Any] = {}
+        self._literals: dict[int, Any] = {}
+        self._constants: dict[int, Any] = {}
+
+    def value(self, var: Any) -> Val:
+        """The value of a variable inside a slice."""
+        renaming, value = self.later.pop(id(var))
+        return renaming.val(value)
+
+    # ---- slices -------------------------------------------------------------------------------------------
+
+    def slices(self, jaxpr: Any) -> Iterator[Sequence[Any]]:
+        """The equations, cut into slices."""
+        eqns = jaxpr.eqns
+        if not ENABLED or self.d.symbolic:
+            yield eqns
+            return
+        last: dict[int, int] = {}  # of each variable: the last equation that reads it
+        for n, e in enumerate(eqns):
+            if e.primitive.name in _JOINS:
+                n = _FAR
+            for v in e.invars:
+                if last.get(id(v), -1) < n:
+                    last[id(v)] = n
+        for v in jaxpr.outvars:
+            last[id(v)] = _FAR
+        ends = [max([last.get(id(v), n) for v in e.outvars], default=n) for n, e in enumerate(eqns)]
+        start = 0
+        while start < len(eqns):
+            open_until, end = -1, start
+            for n in range(start, min(start + LONGEST, len(eqns))):
+                if open_until <= n:
+                    end = n
+                if ends[n] >= start + LONGEST:
+                    break
+                open_until = max(open_until, ends[n])
+            yield eqns[start : end + 1]
+            start = end + 1
+
+    def run(self, eqns: Sequence[Any]) -> None:
+        """Applies the rules to a slice, or renames what they did with its twin."""
+        found = self._key(eqns) if LEAST <= len(eqns) <= LONGEST else None
+        if found is None:
+            self.d.step(eqns)
+            return
+        key, leaves = found
+        first = self._slices.get(key)
+        if first is not None and not first.useful:
+            self.d.step(eqns)
+        elif first is None or not self._again(first, eqns, leaves):
+            self._slices[key] = self._record(eqns, leaves)
+
+    # ---- keys ---------------------------------------------------------------------------------------------
+
+    def _key(self, eqns: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
+        """What twins have in common, and the leaves; None for a slice that has no twins."""
+        d, literal = self.d, compat.Literal
+        if d.forced and any(id(v) in d.forced for e in eqns for v in e.outvars):
+            return None
+        places: dict[int, int] = {}
+        leaves: list[Any] = []
+        parts: list[Any] = []
+        for e in eqns:
+            params = self._params.get(id(e.params))
+            if params is None:
+                params = self._params[id(e.params)] = _params(e.params)
+            if params is _NO_KEY:
+                return None
+            parts += (e.primitive.name, params)
+            for v in e.invars:
+                if isinstance(v, literal):
+                    parts.append(self._literal(v))
+                    continue
+                place = places.get(id(v))
+                if place is None:
+                    if id(v) not in d.arguments:
+                        return None
+                    leaves.append(v)
+                    place = places[id(v)] = -len(leaves)
+                    aval = v.aval
+                    parts += (aval.shape, getattr(aval, "dtype", None))
+                    if id(v) in d.value_of:
+                        parts.append(self._constant(d.value_of[id(v)]))
+                    elif id(v) in d.operands and (
+                        e.primitive.name != "gather" or v is not e.invars[0]
+                    ):
+                        return None
+                    if id(v) in d.operands:
+                        parts.append("read before")
+                parts.append(place)
+            for v in e.outvars:
+                places[id(v)] = len(places)
+        return tuple(parts), tuple(leaves)
+
+    def _literal(self, v: Any) -> Any:
+        found = self._literals.get(id(v))
+        if found is None:
+            value = np.asarray(v.val)
+            found = self._literals[id(v)] = (
+                str(v.aval.dtype),
+                str(value.dtype),
+                value.shape,
+                value.tobytes(),
+            )
+        return found
+
+    def _constant(self, value: Any) -> Any:
+        found = self._constants.get(id(value))
+        if found is None:
+            large = getattr(value, "nbytes", _FAR) > LARGEST_CONSTANT
+            found = id(value) if large else np.asarray(value).tobytes()
+            self._constants[id(value)] = found
+        return found
+
+    def _old(self, leaves: Sequence[Any]) -> list[DimLike]:
+        """The sizes of leaves that were read before."""
+        found = self.d.operands
+        return [n for v in leaves if id(v) in found for n in found[id(v)].shape]
+
+    # ---- the first of its kind ----------------------------------------------------------------------------
+
+    def _record(self, eqns: Sequence[Any], leaves: tuple[Any, ...]) -> Slice:
+        d = self.d
+        reads, others, extra = len(d.reads), len(d.others), len(d.extra_consts)
+        operands, old = len(d.operands), self._old(leaves)
+        journal: list[tuple[Any, ...]] = []
+        d.pool.journal = d.unifier.journal = journal
+        try:
+            d.step(eqns)
+        finally:
+            d.pool.journal = d.unifier.journal = None
+        row = {id(e): n for n, e in enumerate(eqns)}
+        made = [v for e in eqns for v in e.outvars]
+        variables = {id(v): v for v in (*leaves, *made)}
+        new = list(itertools.islice(reversed(d.operands.items()), len(d.operands) - operands))[::-1]
+        found = [*((r.eqn, "") for r in d.reads[reads:]), *d.others[others:]]
+        useful = (
+            all(id(e) in row for e, _ in found)
+            and all(id(r.table) in variables for r in d.reads[reads:])
+            and len(d.extra_consts) == extra
+            and all(x[0] != "resolve" for x in journal)
+            and all(not isinstance(n, int) and n.name is not None for n in old)
+        )
+        sizes = [*old, *(x[1] for x in journal if x[0] == "fresh")]
+        values = [(v, d.env[id(v)]) for v in made if id(v) in d.env]
+        return Slice(
+            eqns,
+            leaves,
+            tuple(journal),
+            tuple(sizes) if useful else (),
+            _order([str(n) for n in sizes]),
+            reads,
+            tuple((r, row[id(r.eqn)]) for r in d.reads[reads:]) if useful else (),
+            tuple((row[id(e)], why) for e, why in d.others[others:]) if useful else (),
+            tuple((variables[k], v, k in d.env) for k, v in new),
+            tuple((v, x) for v, x in values),
+            tuple((k, d.env[id(v)]) for k, v in enumerate(eqns[-1].outvars) if id(v) in d.env),
+            useful,
+        )
+
+    # ---- its twins ----------------------------------------------------------------------------------------
+
+    def _again(self, first: Slice, eqns: Sequence[Any], leaves: tuple[Any, ...]) -> bool:
+        """What was done with `first`, done with its twin. False, and nothing done, where names would sort differently."""
+        d = self.d
+        old = self._old(leaves)
+        serial = d.unifier.next_serial()
+        hints = [x[2] for x in first.journal if x[0] == "fresh"]
+        names = [*map(str, old), *(f"{hint}_{serial + k}" for k, hint in enumerate(hints))]
+        if _order(names) != first.order:
+            return False
+        variables = {id(a): b for a, b in zip(first.leaves, leaves, strict=True)}
+        for a, b in zip(first.eqns, eqns, strict=True):
+            for v, w in zip(a.outvars, b.outvars, strict=True):
+                variables[id(v)] = w
+        sizes: dict[str, DimLike] = {str(a): b for a, b in zip(first.sizes, old, strict=False)}
+        renaming = Renaming(d.pool, variables, sizes)
+        first_read = len(d.reads) - first.first_read
+        for entry in first.journal:
+            if entry[0] == "fresh":
+                _, old, hint, value, literal = entry
+                sizes[old.name] = d.unifier.fresh(hint, value, literal=literal)
+            elif entry[0] == "unify":
+                d.unifier.unify(renaming.dim(entry[1]), renaming.dim(entry[2]))
+            else:
+                renaming.again((entry,), first_read)
+        for var, value, known in first.operands:
+            new = renaming.val(value)
+            d.operands[id(variables[id(var)])] = new
+            if known:
+                d.env[id(variables[id(var)])] = new
+        for r, row in first.reads:
+            expr = None if r.expr is None else renaming.expr(r.expr)
+            d.reads.append(Read(variables[id(r.table)], eqns[row], expr, r.reason))
+        d.others += [(eqns[row], why) for row, why in first.others]
+        for var, value in first.values:
+            self.later[id(variables[id(var)])] = renaming, value
+        for k, value in first.results:
+            var = eqns[-1].outvars[k]
+            made = d.env[id(var)] = self.value(var)
+            if made.expr is not None and value.expr is not None:
+                d.pool.twins[id(made.expr)] = value.expr, renaming
+        if not first.twins:  # alone, it is not worth a renaming to itself
+            own = {k: v for e in first.eqns for k, v in ((id(v), v) for v in e.outvars)}
+            itself = Renaming(
+                d.pool,
+                {**own, **{id(v): v for v in first.leaves}},
+                {str(n): n for n in first.sizes},
+            )
+            for _, value in first.results:
+                if value.expr is not None:
+                    d.pool.twins[id(value.expr)] = value.expr, itself
+        first.twins += 1
+        return True
+
+
+def _order(names: Sequence[str]) -> list[int]:
+    """How the names sort. Where terms are sorted by name, those of twins are sorted alike."""
+    return sorted(range(len(names)), key=names.__getitem__)
+
+
+_NO_KEY = object()
+
+
+def _params(params: dict[str, Any]) -> Any:
+    """Parameters as something that is equal only where they are the same; `_NO_KEY` where there is no such thing."""
+    found = tuple((k, _exact(v)) for k, v in params.items())
+    try:
+        hash(found)
+    except TypeError:
+        return _NO_KEY
+    return found
+
+
+def _exact(x: Any) -> Any:
+    """1, 1.0 and True are equal in Python, and so are 0.0 and -0.0: not here."""
+    if isinstance(x, float):
+        return "float", x.hex()
+    if isinstance(x, (bool, int)):
+        return type(x), x
+    if isinstance(x, np.generic):
+        return str(x.dtype), x.tobytes()
+    return (type(x), *map(_exact, x)) if isinstance(x, (tuple, list)) else x
+
+
+__all__ = ["Renaming", "Twins"]
