@@ -1,4 +1,4 @@
-"""Part of stage 5: the code of a column like one before it is that one's, with other values in its slots (see `twins`)."""
+"""Part of stage 5: the code of a column like one before it is that one's, with other values in its slots."""
 
 from __future__ import annotations
 

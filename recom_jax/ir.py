@@ -60,6 +60,22 @@ class Pool:
         # What is being recorded of the notes and origins made (see `twins`).
         self.journal: list[tuple[Any, ...]] | None = None
 
+        # (id of an expression, rank) -> the axes along which rows lie (see `schedule`).
+        self.features: dict[tuple[int, int], frozenset[int]] = {}
+        self._takes: dict[int, list[Take]] = {}
+
+    def takes(self, e: Expr) -> list[Take]:
+        """The lookups in an expression of this pool, inner ones first."""
+        found = self._takes.get(id(e))
+        if found is None:
+            twin = self.twins.get(id(e))
+            if twin is None or twin[0] is e:
+                found = [x for x in walk(e) if isinstance(x, Take)]
+            else:
+                found = [twin[1].expr(x) for x in self.takes(twin[0])]
+            self._takes[id(e)] = found
+        return found
+
     def note(self, e: Expr, names: tuple[str, ...]) -> None:
         self.notes[id(e)] = tuple(dict.fromkeys((*self.notes.get(id(e), ()), *names)))
         if self.journal is not None:
@@ -272,20 +288,17 @@ class Pool:
         found = memo.get(id(e))
         if found is not None:
             return found
-        kind = type(e)
         new: Expr
-        if kind is Const:
-            new = e
-        elif kind is Op:
-            args = tuple([self.renamed(a, variables, dim, memo) for a in e.args])  # type: ignore[attr-defined]
-            key = (e.name, e.dtype, tuple(map(id, args)), e.exact, e.arith)  # type: ignore[attr-defined]
-            new = self._intern(Op, key, e.dtype, e.exact, e.arith, e.takes, e.name, args)  # type: ignore[attr-defined]
+        if isinstance(e, Op):
+            args = tuple([self.renamed(a, variables, dim, memo) for a in e.args])
+            key = (e.name, e.dtype, tuple(map(id, args)), e.exact, e.arith)
+            new = self._intern(Op, key, e.dtype, e.exact, e.arith, e.takes, e.name, args)
+        elif isinstance(e, Const):
+            return e
         elif isinstance(e, Load):
-            new = self.load(
-                variables[id(e.var)], e.dtype, dim(e.offset), tuple(map(dim, e.strides))
-            )
+            new = self.load(variables[id(e.var)], e.dtype, dim(e.offset), _dims(e.strides, dim))
         elif isinstance(e, Affine):
-            new = self.affine(e.dtype, dim(e.offset), tuple(map(dim, e.strides)))
+            new = self.affine(e.dtype, dim(e.offset), _dims(e.strides, dim))
         elif isinstance(e, Take):
             new = self.take(
                 variables[id(e.table)],
@@ -294,8 +307,8 @@ class Pool:
                 rows=e.rows,
                 row_stride=e.row_stride,
                 base=e.base,
-                cols=tuple(map(dim, e.cols)),
-                row_shift=tuple(map(dim, e.row_shift)),
+                cols=_dims(e.cols, dim),
+                row_shift=_dims(e.row_shift, dim),
                 mode=e.mode,
                 fill=e.fill,
                 one_hot=e.one_hot,
@@ -309,7 +322,7 @@ class Pool:
             )
         elif isinstance(e, Reduce):
             arg = self.renamed(e.arg, variables, dim, memo)
-            new = self.reduce(e.kind, arg, tuple(map(dim, e.sizes)), e.init)
+            new = self.reduce(e.kind, arg, _dims(e.sizes, dim), e.init)
         else:
             assert isinstance(e, SegReduce)
             new = self.seg_reduce(
@@ -318,13 +331,17 @@ class Pool:
                 self.renamed(e.data, variables, dim, memo),
                 self.renamed(e.seg, variables, dim, memo),
                 dim(e.total),
-                tuple(map(dim, e.bag)),
+                _dims(e.bag, dim),
                 dim(e.bag_offset),
-                tuple(map(dim, e.feature)),
+                _dims(e.feature, dim),
                 e.init,
             )
         memo[id(e)] = new
         return new
+
+
+def _dims(strides: Strides, dim: Renaming) -> Strides:
+    return tuple([s if s.__class__ is int else dim(s) for s in strides])
 
 
 def walk(e: Expr, seen: set[int] | None = None) -> list[Expr]:

@@ -1,14 +1,14 @@
 """Columns of equal structure are analysed once.
 
-A model of a thousand columns holds a few kinds of them. `Twins` cuts a jaxpr into *slices*: neighbouring equations of which
-only the last one's results are read elsewhere. Two slices are twins if they are the same equations (primitives,
-parameters, literals) on arguments of the same shapes and dtypes, and constants of the same values, as long as no equation
-before them reads these arguments (but constants and tables). The rules run on the first of them, and what they did is written down: sizes
-named and joined, operands, reads, notes. For its twins that is done again in other names: `Renaming` maps variables and
-sizes, and expressions node by node.
+A model of a thousand columns holds a few kinds of them. `Twins` cuts a jaxpr into *slices*: neighbouring equations of
+which only the last one's results are read elsewhere. Two slices are twins if they are the same equations (primitives,
+parameters, literals) on arguments of the same shapes and dtypes and constants of the same values, as long as no
+equation before them reads these arguments (constants and tables may be read before). The rules run on the first of
+them, and what they did is written down: sizes named and joined, operands, reads, notes. For its twins that is done
+again in other names: a `Renaming` maps variables and sizes, and expressions node by node.
 
-So the result is what the rules would have made of each slice; `ENABLED = False` lets them (tests compare the two). Later
-stages find in `ir.Pool.twins` that a result is the renamed form of another, and rename what they made of that
+So the result is what the rules would have made of each slice; `ENABLED = False` lets them (tests compare the two).
+Later stages find in `ir.Pool.twins` that a result is the renamed form of another, and rename what they made of that
 one (`simplify`, `emit_twins`).
 """
 
@@ -69,13 +69,14 @@ class Renaming:
 
     def again(self, journal: Sequence[tuple[Any, ...]], first_read: int = 0) -> None:
         """Does what a journal of the pool's says, in these names."""
-        for what, e, *rest in journal:
+        for what, e, value in journal:
+            new: Any = self.expr(e)
             if what == "note":
-                self.pool.note(self.expr(e), *rest)
+                self.pool.note(new, value)
             elif what == "read":
-                self.pool.read(self.expr(e), rest[0] + first_read)  # type: ignore[arg-type]
+                self.pool.read(new, value + first_read)
             else:
-                self.pool.same_reads(self.expr(e), self.expr(rest[0]))  # type: ignore[arg-type]
+                self.pool.same_reads(new, self.expr(value))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(slots=True)
@@ -84,7 +85,7 @@ class Slice:
 
     Attributes:
       leaves: arguments and constants that it reads, in the order it reads them.
-      journal: what was done to the unifier ("fresh", "unify") and to the pool.
+      fresh, joined: what was done to the unifier: symbols made, sizes made one. journal: what was done to the pool.
       sizes: symbols of the leaves that were operands before, and those made; order: how their names sort.
       first_read: how many reads there were before it.
       reads, others: found in it, each with the place of its equation.
@@ -97,6 +98,8 @@ class Slice:
 
     eqns: Sequence[Any]
     leaves: tuple[Any, ...]
+    fresh: tuple[tuple[str, str, int, bool], ...]
+    joined: tuple[tuple[DimLike, DimLike], ...]
     journal: tuple[tuple[Any, ...], ...]
     sizes: tuple[DimLike, ...]
     order: list[int]
@@ -121,7 +124,8 @@ class Twins:
         self.d = d
         self.later: dict[int, tuple[Renaming, Val]] = {}
         self._slices: dict[Any, Slice] = {}
-        self._params: dict[int, Any] = {}
+        self._params: dict[int, int] = {}  # by id: their number, -1 if they cannot be compared
+        self._numbers: dict[Any, int] = {}
         self._literals: dict[int, Any] = {}
         self._constants: dict[int, Any] = {}
 
@@ -139,14 +143,14 @@ class Twins:
             yield eqns
             return
         last: dict[int, int] = {}  # of each variable: the last equation that reads it
+        joined: set[int] = set(map(id, jaxpr.outvars))
         for n, e in enumerate(eqns):
             if e.primitive.name in _JOINS:
-                n = _FAR
-            for v in e.invars:
-                if last.get(id(v), -1) < n:
+                joined.update(map(id, e.invars))
+            else:
+                for v in e.invars:
                     last[id(v)] = n
-        for v in jaxpr.outvars:
-            last[id(v)] = _FAR
+        last.update(dict.fromkeys(joined, _FAR))
         ends = [max([last.get(id(v), n) for v in e.outvars], default=n) for n, e in enumerate(eqns)]
         start = 0
         while start < len(eqns):
@@ -186,8 +190,8 @@ class Twins:
         for e in eqns:
             params = self._params.get(id(e.params))
             if params is None:
-                params = self._params[id(e.params)] = _params(e.params)
-            if params is _NO_KEY:
+                params = self._params[id(e.params)] = self._number(e.params)
+            if params < 0:
                 return None
             parts += (e.primitive.name, params)
             for v in e.invars:
@@ -219,13 +223,20 @@ class Twins:
         found = self._literals.get(id(v))
         if found is None:
             value = np.asarray(v.val)
+            text = (str(v.aval.dtype), str(value.dtype), value.shape, value.tobytes())
             found = self._literals[id(v)] = (
-                str(v.aval.dtype),
-                str(value.dtype),
-                value.shape,
-                value.tobytes(),
+                "literal",
+                self._numbers.setdefault(text, len(self._numbers)),
             )
         return found
+
+    def _number(self, params: dict[str, Any]) -> int:
+        """The same number for the same parameters only; -1 where that cannot be said."""
+        found = tuple([(k, _exact(v)) for k, v in params.items()])
+        try:
+            return self._numbers.setdefault(found, len(self._numbers))
+        except TypeError:
+            return -1
 
     def _constant(self, value: Any) -> Any:
         found = self._constants.get(id(value))
@@ -269,7 +280,9 @@ class Twins:
         return Slice(
             eqns,
             leaves,
-            tuple(journal),
+            tuple((x[1].name, *x[2:]) for x in journal if x[0] == "fresh"),
+            tuple(x[1:] for x in journal if x[0] == "unify"),
+            tuple(x for x in journal if x[0] not in ("fresh", "unify", "resolve")),
             tuple(sizes) if useful else (),
             _order([str(n) for n in sizes]),
             reads,
@@ -284,12 +297,12 @@ class Twins:
     # ---- its twins ----------------------------------------------------------------------------------------
 
     def _again(self, first: Slice, eqns: Sequence[Any], leaves: tuple[Any, ...]) -> bool:
-        """What was done with `first`, done with its twin. False, and nothing done, where names would sort differently."""
+        """What was done with `first`, done with its twin; False, and nothing is, where names would sort differently."""
         d = self.d
         old = self._old(leaves)
         serial = d.unifier.next_serial()
-        hints = [x[2] for x in first.journal if x[0] == "fresh"]
-        names = [*map(str, old), *(f"{hint}_{serial + k}" for k, hint in enumerate(hints))]
+        names = [str(n) for n in old]
+        names += [f"{x[1]}_{n}" for n, x in enumerate(first.fresh, serial)]
         if _order(names) != first.order:
             return False
         variables = {id(a): b for a, b in zip(first.leaves, leaves, strict=True)}
@@ -298,15 +311,11 @@ class Twins:
                 variables[id(v)] = w
         sizes: dict[str, DimLike] = {str(a): b for a, b in zip(first.sizes, old, strict=False)}
         renaming = Renaming(d.pool, variables, sizes)
-        first_read = len(d.reads) - first.first_read
-        for entry in first.journal:
-            if entry[0] == "fresh":
-                _, old, hint, value, literal = entry
-                sizes[old.name] = d.unifier.fresh(hint, value, literal=literal)
-            elif entry[0] == "unify":
-                d.unifier.unify(renaming.dim(entry[1]), renaming.dim(entry[2]))
-            else:
-                renaming.again((entry,), first_read)
+        for name, hint, size, literal in first.fresh:
+            sizes[name] = d.unifier.fresh(hint, size, literal=literal)
+        for one, other in first.joined:
+            d.unifier.unify(renaming.dim(one), renaming.dim(other))
+        renaming.again(first.journal, len(d.reads) - first.first_read)
         for var, value, known in first.operands:
             new = renaming.val(value)
             d.operands[id(variables[id(var)])] = new
@@ -340,19 +349,6 @@ class Twins:
 def _order(names: Sequence[str]) -> list[int]:
     """How the names sort. Where terms are sorted by name, those of twins are sorted alike."""
     return sorted(range(len(names)), key=names.__getitem__)
-
-
-_NO_KEY = object()
-
-
-def _params(params: dict[str, Any]) -> Any:
-    """Parameters as something that is equal only where they are the same; `_NO_KEY` where there is no such thing."""
-    found = tuple((k, _exact(v)) for k, v in params.items())
-    try:
-        hash(found)
-    except TypeError:
-        return _NO_KEY
-    return found
 
 
 def _exact(x: Any) -> Any:

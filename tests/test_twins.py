@@ -94,7 +94,11 @@ def copies(seeds: Sequence[int], n: int, order: int, batch: int = 4) -> trace.Tr
     return traced(model, params, batches)
 
 
-@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=6), st.integers(0, 99), st.sampled_from((1, 3, 4)))  # fmt: skip
+@given(
+    st.lists(st.integers(0, 10**6), min_size=1, max_size=6),
+    st.integers(0, 99),
+    st.sampled_from((1, 3, 4)),
+)
 def test_random_columns(seeds: list[int], order: int, batch: int) -> None:
     same(copies(seeds, 4, order, batch))
 
@@ -154,7 +158,7 @@ def test_columns_without_a_rewrite(name: str) -> None:
 
 
 def test_shared_arguments() -> None:
-    """Tables and features that several columns read, also elementwise from others; an inner value that is read later."""
+    """Tables and features that several columns read, also through casts; an inner value that is read later."""
     tables = [table(50, 8) for _ in range(3)]
     features = [ids((5, 3), 60, odd=True) for _ in range(3)]
 

@@ -114,9 +114,8 @@ class _Simplifier:
             return self.renamed(*twin)
         new = self.run(e, self.facts)
         fired = self.fired[id(e), id(self.facts)]
-        for take in ir.walk(e):
-            if isinstance(take, ir.Take):
-                self.applied.setdefault(id(take), []).extend(fired)
+        for take in self.pool.takes(e):
+            self.applied.setdefault(id(take), []).extend(fired)
         return new
 
     def renamed(self, first: ir.Expr, renaming: Any) -> ir.Expr:
@@ -142,7 +141,7 @@ class _Simplifier:
             journal = tuple(self.pool.journal)
         finally:
             self.pool.journal = before
-        takes = [x for x in ir.walk(e) if isinstance(x, ir.Take)]
+        takes = self.pool.takes(e)
         seen = {id(x): x for x in s.keep if id(x) in s.rows}
         rows = tuple((x, s.rows[k]) for k, x in seen.items())
         return _Alone(new, tuple(s.fired[id(e), id(s.facts)]), tuple(takes), rows, journal)
