@@ -79,7 +79,6 @@ class Read:
 
     table: Any
     eqn: Any
-    expr: ir.Expr | None
     reason: str
 
 

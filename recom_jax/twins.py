@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recom_jax import compat, ir
+from recom_jax import compat, ir, templates
 from recom_jax.detect_values import Part, Read, Val
+from recom_jax.shape_solver import proofs
 from recom_jax.shape_solver.dims import DimLike, substitute
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ class Renaming:
     def __init__(self, pool: ir.Pool, variables: dict[int, Any], sizes: dict[str, DimLike]) -> None:
         self.pool, self.variables, self.sizes = pool, variables, sizes
         self.memo: dict[int, ir.Expr] = {}
+        self.late: Sequence[
+            tuple[Any, ...]
+        ] = ()  # of the journal: what concerns values nobody asked for yet
+        self.first_read = 0  # how many more reads were before this slice than before the first one
 
     def dim(self, d: DimLike) -> DimLike:
         if isinstance(d, int):
@@ -67,14 +72,14 @@ class Renaming:
         shape, strides = tuple(map(self.dim, p.shape)), tuple(map(self.dim, p.strides))
         return Part(self.expr(p.expr), shape, self.dim(p.offset), strides)
 
-    def again(self, journal: Sequence[tuple[Any, ...]], first_read: int = 0) -> None:
+    def again(self, journal: Sequence[tuple[Any, ...]]) -> None:
         """Does what a journal of the pool's says, in these names."""
         for what, e, value in journal:
             new: Any = self.expr(e)
             if what == "note":
                 self.pool.note(new, value)
             elif what == "read":
-                self.pool.read(new, value + first_read)
+                self.pool.read(new, value + self.first_read)
             else:
                 self.pool.same_reads(new, self.expr(value))  # type: ignore[arg-type]
 
@@ -85,7 +90,8 @@ class Slice:
 
     Attributes:
       leaves: arguments and constants that it reads, in the order it reads them.
-      fresh, joined: what was done to the unifier: symbols made, sizes made one. journal: what was done to the pool.
+      fresh, joined: what was done to the unifier: symbols made, sizes made one.
+      journal, late: what was done to the pool, to expressions in results and to others.
       sizes: symbols of the leaves that were operands before, and those made; order: how their names sort.
       first_read: how many reads there were before it.
       reads, others: found in it, each with the place of its equation.
@@ -101,6 +107,7 @@ class Slice:
     fresh: tuple[tuple[str, str, int, bool], ...]
     joined: tuple[tuple[DimLike, DimLike], ...]
     journal: tuple[tuple[Any, ...], ...]
+    late: tuple[tuple[Any, ...], ...]
     sizes: tuple[DimLike, ...]
     order: list[int]
     first_read: int
@@ -128,10 +135,13 @@ class Twins:
         self._numbers: dict[Any, int] = {}
         self._literals: dict[int, Any] = {}
         self._constants: dict[int, Any] = {}
+        self._bounds: dict[int, tuple[Any, ...]] = {}
 
     def value(self, var: Any) -> Val:
         """The value of a variable inside a slice."""
         renaming, value = self.later.pop(id(var))
+        late, renaming.late = renaming.late, ()
+        renaming.again(late)
         return renaming.val(value)
 
     # ---- slices -------------------------------------------------------------------------------------------
@@ -187,6 +197,7 @@ class Twins:
         places: dict[int, int] = {}
         leaves: list[Any] = []
         parts: list[Any] = []
+        bounds: dict[int, Any] = {}  # constants that searches alone have read so far, by id
         for e in eqns:
             params = self._params.get(id(e.params))
             if params is None:
@@ -207,13 +218,17 @@ class Twins:
                     aval = v.aval
                     parts += (aval.shape, getattr(aval, "dtype", None))
                     if id(v) in d.value_of:
-                        parts.append(self._constant(d.value_of[id(v)]))
-                    elif id(v) in d.operands and (
-                        e.primitive.name != "gather" or v is not e.invars[0]
-                    ):
+                        if _searched(e, v):
+                            bounds[id(v)] = v
+                            parts.append(self._boundaries(d.value_of[id(v)]))
+                        else:
+                            parts.append(self._constant(d.value_of[id(v)]))
+                    elif id(v) in d.operands and not _is_table(e, v):
                         return None
                     if id(v) in d.operands:
                         parts.append("read before")
+                elif id(v) in bounds and not _searched(e, v):  # its values count after all
+                    parts.append(self._constant(d.value_of[id(bounds.pop(id(v)))]))
                 parts.append(place)
             for v in e.outvars:
                 places[id(v)] = len(places)
@@ -238,12 +253,30 @@ class Twins:
         except TypeError:
             return -1
 
-    def _constant(self, value: Any) -> Any:
+    def _constant(self, value: Any) -> tuple[str, Any]:
+        """What is equal for arrays of equal bytes only."""
         found = self._constants.get(id(value))
         if found is None:
             large = getattr(value, "nbytes", _FAR) > LARGEST_CONSTANT
             found = id(value) if large else np.asarray(value).tobytes()
             self._constants[id(value)] = found
+        return "constant", found
+
+    def _boundaries(self, value: Any) -> tuple[Any, ...]:
+        """All that `detect_search` asks of the boundaries of a search."""
+        found = self._bounds.get(id(value))
+        if found is None:
+            array = np.asarray(value)
+            if array.ndim != 1 or not array.size or array.dtype.kind not in "iuf":
+                return self._constant(value)
+            found = self._bounds[id(value)] = (
+                "boundaries",
+                str(array.dtype),
+                proofs.sorted_ascending(array),
+                bool(array[-1] >= array[0]),
+                proofs.has_subnormals(array),
+                repr(proofs.uniform_grid(array)),
+            )
         return found
 
     def _old(self, leaves: Sequence[Any]) -> list[DimLike]:
@@ -277,20 +310,30 @@ class Twins:
         )
         sizes = [*old, *(x[1] for x in journal if x[0] == "fresh")]
         values = [(v, d.env[id(v)]) for v in made if id(v) in d.env]
+        results = [(k, d.env[id(v)]) for k, v in enumerate(eqns[-1].outvars) if id(v) in d.env]
+        takes = {id(x[1]): x[1] for x in journal if x[0] in ("read", "same_reads")}
+        done = [x for x in journal if x[0] == "note"]
+        done += [("read", t, n) for k, t in takes.items() for n in sorted(d.pool.origins[k])]
+        useful &= all(n >= reads for k in takes for n in d.pool.origins[k])
+        seen: set[int] = set()
+        for v in (*(v for _, v in results), *(v for _, v in new)):
+            for e in [v.expr] if v.expr is not None else [p.expr for p in v.parts]:
+                ir.walk(e, seen)
         return Slice(
             eqns,
             leaves,
             tuple((x[1].name, *x[2:]) for x in journal if x[0] == "fresh"),
             tuple(x[1:] for x in journal if x[0] == "unify"),
-            tuple(x for x in journal if x[0] not in ("fresh", "unify", "resolve")),
+            tuple(x for x in done if id(x[1]) in seen),
+            tuple(x for x in done if id(x[1]) not in seen),
             tuple(sizes) if useful else (),
             _order([str(n) for n in sizes]),
             reads,
             tuple((r, row[id(r.eqn)]) for r in d.reads[reads:]) if useful else (),
             tuple((row[id(e)], why) for e, why in d.others[others:]) if useful else (),
             tuple((variables[k], v, k in d.env) for k, v in new),
-            tuple((v, x) for v, x in values),
-            tuple((k, d.env[id(v)]) for k, v in enumerate(eqns[-1].outvars) if id(v) in d.env),
+            tuple(values),
+            tuple(results),
             useful,
         )
 
@@ -315,21 +358,23 @@ class Twins:
             sizes[name] = d.unifier.fresh(hint, size, literal=literal)
         for one, other in first.joined:
             d.unifier.unify(renaming.dim(one), renaming.dim(other))
-        renaming.again(first.journal, len(d.reads) - first.first_read)
+        renaming.first_read = len(d.reads) - first.first_read
+        renaming.again(first.journal)
+        renaming.late = first.late
         for var, value, known in first.operands:
             new = renaming.val(value)
             d.operands[id(variables[id(var)])] = new
             if known:
                 d.env[id(variables[id(var)])] = new
         for r, row in first.reads:
-            expr = None if r.expr is None else renaming.expr(r.expr)
-            d.reads.append(Read(variables[id(r.table)], eqns[row], expr, r.reason))
+            d.reads.append(Read(variables[id(r.table)], eqns[row], r.reason))
         d.others += [(eqns[row], why) for row, why in first.others]
         for var, value in first.values:
             self.later[id(variables[id(var)])] = renaming, value
         for k, value in first.results:
             var = eqns[-1].outvars[k]
-            made = d.env[id(var)] = self.value(var)
+            self.later.pop(id(var))
+            made = d.env[id(var)] = renaming.val(value)
             if made.expr is not None and value.expr is not None:
                 d.pool.twins[id(made.expr)] = value.expr, renaming
         if not first.twins:  # alone, it is not worth a renaming to itself
@@ -344,6 +389,20 @@ class Twins:
                     d.pool.twins[id(value.expr)] = value.expr, itself
         first.twins += 1
         return True
+
+
+def _searched(eqn: Any, var: Any) -> bool:
+    """Whether an equation reads a variable as the boundaries of a search, and only so."""
+    found = templates.recognise(eqn) if "jaxpr" in eqn.params else None
+    return (
+        found is not None
+        and var is eqn.invars[found.boundaries]
+        and var is not eqn.invars[found.query]
+    )
+
+
+def _is_table(eqn: Any, var: Any) -> bool:
+    return eqn.primitive.name == "gather" and var is eqn.invars[0] and var is not eqn.invars[1]
 
 
 def _order(names: Sequence[str]) -> list[int]:
