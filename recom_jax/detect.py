@@ -58,12 +58,7 @@ class Detector:
         self._leaves: dict[int, tuple[Val, list[Any]]] = {}
         self.extra_consts: list[tuple[Any, Any]] = []
         jaxpr = compat.open_jaxpr(closed)
-        self.symbolic = any(
-            type(n) is not int and compat.is_symbolic(n)
-            for vars in (jaxpr.invars, jaxpr.constvars, *(e.outvars for e in jaxpr.eqns))
-            for v in vars
-            for n in getattr(v.aval, "shape", ())
-        )
+        self.symbolic = _symbolic((jaxpr.invars, jaxpr.constvars, *(e.outvars for e in jaxpr.eqns)))
         self.arguments = frozenset(map(id, (*jaxpr.invars, *jaxpr.constvars)))
         for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
             if not compat.is_tracer(value):
@@ -259,6 +254,16 @@ class Detector:
         if found is None:
             found = self._depth[id(e)] = 1 + max(map(self.depth, e.children), default=0)
         return found
+
+
+def _symbolic(variables: Sequence[Sequence[Any]]) -> bool:
+    """Whether a size of a variable is a symbol of JAX's."""
+    for some in variables:
+        for v in some:
+            for n in getattr(v.aval, "shape", ()):
+                if n.__class__ is not int and compat.is_symbolic(n):
+                    return True
+    return False
 
 
 # What a primitive's rule is: its outputs' values (see `detect_rules`).

@@ -16,7 +16,7 @@ LONG = 8  # operations from which on a value without lookups is worth a place in
 
 def demand(d: Detector, jaxpr: Any) -> Detected:
     """Follows the results backwards to what must be computed, and by whom."""
-    made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    made_by = d.made_by()
     fused: dict[int, Val] = {}
     kept: set[int] = set()
     needed: set[int] = set()
@@ -35,10 +35,10 @@ def demand(d: Detector, jaxpr: Any) -> Detected:
             fused[id(var)] = value
             work += d.leaves(value)
             continue
-        eqn = made_by.get(id(var))
-        if eqn is not None and id(eqn) not in kept:
-            kept.add(id(eqn))
-            work += [v for v in eqn.invars if not isinstance(v, compat.Literal)]
+        made = made_by.get(id(var))
+        if made is not None and id(made[0]) not in kept:
+            kept.add(id(made[0]))
+            work += [v for v in made[0].invars if not isinstance(v, compat.Literal)]
     return levels(d, jaxpr, fused, kept)
 
 

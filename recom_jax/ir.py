@@ -341,6 +341,11 @@ class Pool:
 
 
 def _dims(strides: Strides, dim: Renaming) -> Strides:
+    for s in strides:
+        if s.__class__ is not int:
+            break
+    else:
+        return strides
     return tuple([s if s.__class__ is int else dim(s) for s in strides])
 
 

@@ -133,6 +133,7 @@ class Twins:
         self._slices: dict[Any, Slice] = {}
         self._params: dict[int, int] = {}  # by id: their number, -1 if they cannot be compared
         self._numbers: dict[Any, int] = {}
+        self._same: dict[tuple[Any, ...], int] = {}
         self._literals: dict[int, Any] = {}
         self._constants: dict[int, Any] = {}
         self._bounds: dict[int, tuple[Any, ...]] = {}
@@ -198,16 +199,18 @@ class Twins:
         leaves: list[Any] = []
         parts: list[Any] = []
         bounds: dict[int, Any] = {}  # constants that searches alone have read so far, by id
+        numbers, literals, add = self._params, self._literals, parts.append
         for e in eqns:
-            params = self._params.get(id(e.params))
-            if params is None:
-                params = self._params[id(e.params)] = self._number(e.params)
-            if params < 0:
+            number = numbers.get(id(e.params))
+            if number is None:
+                number = numbers[id(e.params)] = self._number(e.params)
+            if number < 0:
                 return None
-            parts += (e.primitive.name, params)
+            add(e.primitive.name)
+            add(number)
             for v in e.invars:
-                if isinstance(v, literal):
-                    parts.append(self._literal(v))
+                if v.__class__ is literal:
+                    add(literals.get(id(v)) or self._literal(v))
                     continue
                 place = places.get(id(v))
                 if place is None:
@@ -215,21 +218,22 @@ class Twins:
                         return None
                     leaves.append(v)
                     place = places[id(v)] = -len(leaves)
-                    aval = v.aval
-                    parts += (aval.shape, getattr(aval, "dtype", None))
+                    parts += (v.aval.shape, getattr(v.aval, "dtype", None))
                     if id(v) in d.value_of:
                         if _searched(e, v):
                             bounds[id(v)] = v
-                            parts.append(self._boundaries(d.value_of[id(v)]))
+                            add(self._boundaries(d.value_of[id(v)]))
                         else:
-                            parts.append(self._constant(d.value_of[id(v)]))
+                            add(self._constant(d.value_of[id(v)]))
                     elif id(v) in d.operands and not _is_table(e, v):
                         return None
                     if id(v) in d.operands:
-                        parts.append("read before")
-                elif id(v) in bounds and not _searched(e, v):  # its values count after all
-                    parts.append(self._constant(d.value_of[id(bounds.pop(id(v)))]))
-                parts.append(place)
+                        add("read before")
+                elif (
+                    bounds and id(v) in bounds and not _searched(e, v)
+                ):  # its values count after all
+                    add(self._constant(d.value_of[id(bounds.pop(id(v)))]))
+                add(place)
             for v in e.outvars:
                 places[id(v)] = len(places)
         return tuple(parts), tuple(leaves)
@@ -247,11 +251,16 @@ class Twins:
 
     def _number(self, params: dict[str, Any]) -> int:
         """The same number for the same parameters only; -1 where that cannot be said."""
-        found = tuple([(k, _exact(v)) for k, v in params.items()])
-        try:
-            return self._numbers.setdefault(found, len(self._numbers))
-        except TypeError:
-            return -1
+        same = (*params, *map(id, params.values()))  # all parameters live as long as the jaxpr
+        number = self._same.get(same)
+        if number is None:
+            found = tuple([(k, _exact(v)) for k, v in params.items()])
+            try:
+                number = self._numbers.setdefault(found, len(self._numbers))
+            except TypeError:
+                number = -1
+            self._same[same] = number
+        return number
 
     def _constant(self, value: Any) -> tuple[str, Any]:
         """What is equal for arrays of equal bytes only."""
