@@ -40,6 +40,7 @@ class Steady:
     params: Params
     batches: list[Batch]
     server: Any
+    quiet: bool = True  # nobody compiled beside it
 
     def of(self, name: str, inputs: str) -> Samples:
         return self.samples[f"{name} / {inputs}"]
@@ -137,35 +138,38 @@ def measure(context: Context, w: Workload, group: str, size: int, *, plain: bool
       RuntimeError: a contestant's result is not that of the others.
     """
     progress = context.progress
-    with progress.step(f"{group}: parameters and inputs"):
-        params = jax.block_until_ready(w.init())
-        batches = w.batches(size, BATCHES)
-        server = recom_jax.optimize(w.fn).bind(params)
-        runners = contestants(w, params, batches, server, plain=plain, tuned=tuned, views=views,
-                              empty=empty)  # fmt: skip
     first: dict[str, float] = {}
     outputs: dict[str, np.ndarray] = {}
-    for c in runners:
-        with progress.step(f"{group}: first call of {c.key}"):
-            begun = time.perf_counter()
-            out = jax.block_until_ready(c.call(c.prepare(0)))
-            first[c.key] = time.perf_counter() - begun
-            if c.name != EMPTY:
-                outputs[c.key] = np.asarray(out)
-            del out
-            for k in range(1, BATCHES):  # warm-up: every batch once
-                jax.block_until_ready(c.call(c.prepare(k)))
+    with context.turns.compiling():
+        with progress.step(f"{group}: parameters and inputs"):
+            params = jax.block_until_ready(w.init())
+            batches = w.batches(size, BATCHES)
+            server = recom_jax.optimize(w.fn).bind(params)
+            runners = contestants(w, params, batches, server, plain=plain, tuned=tuned, views=views,
+                                  empty=empty)  # fmt: skip
+        for c in runners:
+            with progress.step(f"{group}: first call of {c.key}"):
+                begun = time.perf_counter()
+                out = jax.block_until_ready(c.call(c.prepare(0)))
+                took = time.perf_counter() - begun
+                first[c.key] = context.first_call(f"{group} | {c.key}", took)
+                if c.name != EMPTY:
+                    outputs[c.key] = np.asarray(out)
+                del out
+                for k in range(1, BATCHES):  # warm-up: every batch once
+                    jax.block_until_ready(c.call(c.prepare(k)))
     # The last one is the model as written, where it runs at all.
     differences = compare(outputs, outputs[list(outputs)[-1]])
     plan = context.settings.plan
-    samples = interleave(runners, plan, lambda it: progress.track(it, group, plan.rounds))
+    with context.turns.timed() as quiet:
+        samples = interleave(runners, plan, lambda it: progress.track(it, group, plan.rounds))
     rows = tuple(
         Row.of(
             group, c, samples[c.key], first_s=first[c.key], max_difference=differences.get(c.key)
         )
         for c in runners
     )
-    return Steady(rows, samples, outputs, params, batches, server)
+    return Steady(rows, samples, outputs, params, batches, server, quiet)
 
 
 def compare(outputs: Mapping[str, np.ndarray], reference: np.ndarray) -> dict[str, float]:

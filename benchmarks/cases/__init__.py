@@ -25,6 +25,7 @@ from benchmarks.cases import (
     tensorflow_e,
 )
 from benchmarks.context import Context
+from benchmarks.pieces import Join, Pieces
 from benchmarks.record import Result
 
 
@@ -32,15 +33,18 @@ from benchmarks.record import Result
 class Case:
     """`minutes` is about what it takes on a quiet machine with two cores.
 
-    `gpu`: it needs one. `package`: what must be installed besides, or "".
+    `gpu`: it needs one. `package`: what must be installed besides, or "". A case has `run`, or `pieces` (and what
+    `finish` makes of those that are there).
     """
 
     name: str
     title: str
     minutes: float
-    run: Callable[[Context], Result]
+    run: Callable[[Context], Result] | None = None
     gpu: bool = False
     package: str = ""
+    pieces: Pieces | None = None
+    finish: Join | None = None
 
     @property
     def can_run(self) -> bool:
@@ -72,20 +76,29 @@ ALL = (
     Case("sparse", "Sparse training steps by table size", 5, sparse.run),
     Case("idioms", "Every idiom against plain jit", 5, idioms.run),
     Case("gpu_recflex", "CUDA: kernel times of RecFlex", 2, gpu.run_recflex, gpu=True),
-    Case("gpu_kernels", "CUDA: kernel times of E and F", 3, gpu.run_kernels, gpu=True),
+    Case(
+        "gpu_kernels",
+        "CUDA: kernel times of E and F",
+        4,
+        gpu=True,
+        pieces=gpu.kernel_pieces,
+        finish=gpu.finish_kernels,
+    ),
     Case(
         "gpu_model_e",
         "CUDA: model E from numpy arrays, beside plain JAX",
-        2,
-        functools.partial(gpu_end_to_end.run, kind="model_e"),
+        4,
         gpu=True,
+        pieces=functools.partial(gpu_end_to_end.pieces, kind="model_e"),
+        finish=functools.partial(gpu_end_to_end.finish, kind="model_e"),
     ),
     Case(
         "gpu_model_f",
         "CUDA: model F from numpy arrays, beside plain JAX",
-        2,
-        functools.partial(gpu_end_to_end.run, kind="model_f"),
+        4,
         gpu=True,
+        pieces=functools.partial(gpu_end_to_end.pieces, kind="model_f"),
+        finish=functools.partial(gpu_end_to_end.finish, kind="model_f"),
     ),
     Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
     *(
