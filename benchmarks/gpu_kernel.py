@@ -11,6 +11,7 @@ import numpy as np
 from recom_jax import _recom, compat, ffi, pipeline
 from recom_jax.cpu import encode
 from recom_jax.cuda import codegen, nvrtc
+from recom_jax.cuda import kernel as cuda_kernel
 from recom_jax.options import Options
 from recom_jax.program import Program
 from recom_jax.trace import trace
@@ -64,10 +65,8 @@ def kernel_of(fn: Any, *args: Any) -> Kernel:
     results = tuple(jnp.full(o.var.aval.shape, 7, o.var.aval.dtype) for o in scheduled.outputs)
     jax.block_until_ready((operands, results))
     n = len(operands) + len(results)
-    pointers = next((p for p in (32, 512, 4064) if p >= n), 4064)
-    return Kernel(
-        scheduled.program, codegen.generate(scheduled.program), operands, results, pointers
-    )
+    made = codegen.generate(scheduled.program)
+    return Kernel(scheduled.program, made, operands, results, cuda_kernel.bucket(n))
 
 
 @dataclasses.dataclass(frozen=True)

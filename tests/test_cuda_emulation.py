@@ -137,7 +137,16 @@ def test_several_launches(name: str) -> None:
     cases = GROUPS[name](37)
     fn, args = as_function(cases)
     bounds = {k: c.tolerance() for k, c in cases.items()}
-    check(fn, args, bounds, [Options(pointers=n) for n in (8, 12)])
+    check(fn, args, bounds, [Options(pointers=n) for n in (8, 12, 0)])
+
+
+@pytest.mark.parametrize("n", [1, 6, 7, 8, 300])
+def test_a_table_of_addresses(n: int) -> None:
+    """Every address is where it belongs, and nothing is written beside the table."""
+    addresses = [(k + 1) << 40 | 64 * k for k in range(n)]
+    for order in (0, 1, 2):
+        got = np.frombuffer(cuda_emulation.fill_table(addresses, order), np.uint64)
+        assert got.tolist() == addresses
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
