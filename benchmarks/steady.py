@@ -1,6 +1,7 @@
 """Latency of a workload at one batch size, all contestants interleaved."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -99,35 +100,27 @@ def contestants(w: Workload, params: Params, batches: list[Batch], server: Any, 
         call = empty_call(out)
         found.append(Contestant(EMPTY, DEVICE, device, lambda b: call(params, b),
                                 note="same operands and result; the result is not written"))  # fmt: skip
-    if w.hand and w.stack_params and w.stack_batch:
-        stack, hand, stacked_params = w.stack_batch, jax.jit(w.hand), w.stack_params(params)
+    forms = [(n, f) for n, f in ((HAND, w.hand), (HAND_LOOP, w.hand_loop)) if f]
+    if forms and w.stack_params and w.stack_batch:
+        stack, stacked_params = w.stack_batch, w.stack_params(params)
         stacked = [stack(b) for b in batches]
         stacked_device = [jax.device_put(b) for b in stacked]
-
-        def run(batch: Any) -> Any:
-            return hand(stacked_params, batch)
-
-        found += [
-            Contestant(HAND, DEVICE, lambda k: stacked_device[k % number], run),
-            Contestant(HAND, STACKED, lambda k: stacked[k % number], run),
-            Contestant(HAND, STACKING, numpy, lambda b: run(stack(b))),
-        ]
-        if w.hand_loop:
-            loop = jax.jit(w.hand_loop)
-
-            def run_loop(batch: Any) -> Any:
-                return loop(stacked_params, batch)
-
+        for name, form in forms:
+            run = functools.partial(jax.jit(form), stacked_params)
             found += [
-                Contestant(HAND_LOOP, DEVICE, lambda k: stacked_device[k % number], run_loop),
-                Contestant(HAND_LOOP, STACKED, lambda k: stacked[k % number], run_loop),
-                Contestant(HAND_LOOP, STACKING, numpy, lambda b: run_loop(stack(b))),
+                Contestant(name, DEVICE, lambda k: stacked_device[k % number], run),
+                Contestant(name, STACKED, lambda k: stacked[k % number], run),
+                Contestant(name, STACKING, numpy, functools.partial(_stack_and_run, stack, run)),
             ]
     if tuned and w.tuned:
         found += both(TUNED, jax.jit(w.tuned))
     if plain:
         found += both(PLAIN, jax.jit(w.fn))
     return found
+
+
+def _stack_and_run(stack: Callable[[Any], Any], run: Callable[[Any], Any], batch: Any) -> Any:
+    return run(stack(batch))
 
 
 def measure(context: Context, w: Workload, group: str, size: int, *, plain: bool = True, tuned: bool = True,

@@ -149,6 +149,34 @@ def test_a_table_of_addresses(n: int) -> None:
         assert got.tolist() == addresses
 
 
+@pytest.mark.parametrize("kind", ["sum", "max"])
+def test_weighted_bags_with_missing_rows(kind: str) -> None:
+    """A row that does not exist makes its bag NaN, whatever it weighs."""
+    rng = np.random.default_rng(5)
+    args = {
+        "t": rng.standard_normal((50, 8)).astype(np.float32),
+        "i": rng.integers(-60, 60, (BATCH, 9)).astype(np.int32),
+        "w": rng.standard_normal((BATCH, 9)).astype(np.float32),
+        "seg": np.sort(rng.integers(0, 20, BATCH)).astype(np.int32),
+    }
+
+    def fn(a: Any) -> Any:
+        rows = jnp.take(a["t"], a["i"], axis=0) * a["w"][..., None]
+        flat = jnp.take(a["t"], a["i"][:, 0], axis=0) * a["w"][:, :1]
+        jagged = {"sum": jax.ops.segment_sum, "max": jax.ops.segment_max}[kind]
+        return getattr(rows, kind)(1), jagged(flat, a["seg"], num_segments=20)
+
+    c = cuda_emulation.compiled(fn, args)
+    wants = [c.run(interpret)]
+    if kind == "sum":  # an extreme of NaN is NaN, as numpy has it; XLA's CPU code may lose it
+        wants.append(jax.jit(fn)(args))
+    for way in WAYS[:3]:
+        got = c.run(functools.partial(emulate, options=way))
+        for want in wants:
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_bags_longer_than_shared_memory(dtype: Any) -> None:
     """Tiles whose positions fit the stage, tiles whose do not, and splits that promise more than there is."""
