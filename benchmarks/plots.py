@@ -23,7 +23,11 @@ OURS = (
     "co-run",
     "all rewrites",
 )  # how the names of our contestants begin
-NOT_DRAWN = ("idioms", "strings")  # many rows of one kind: their tables say it better
+NOT_DRAWN = (
+    "idioms",
+    "strings",
+    "gpu_profile",
+)  # many rows of one kind: their tables say it better
 MEMORY = ("memory before the call", "memory after the call")
 SHARES = ("stages",)  # parts of a whole: only a linear axis shows what they take of it
 WIDE = 30.0  # largest over smallest value: from here on, a logarithmic axis

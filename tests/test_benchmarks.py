@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import compare, driver, machine, pieces, record, report, steady
-from benchmarks.cases import ALL, columns_e
+from benchmarks.cases import ALL, columns_e, gpu_profile
 from benchmarks.context import Context, Settings
 from benchmarks.record import Result, Row, Target
 from benchmarks.timing import Contestant, Plan, Samples, interleave, paired_difference, paired_ratio
@@ -282,3 +282,24 @@ def test_first_calls_are_kept_with_compiled_code(tmp_path: pathlib.Path) -> None
     assert context.first_call("slow", 40.0) == 40.0
     assert context.first_call("slow", 2.5) == 40.0  # XLA's code came from the folder
     assert Context(QUICK, tmp_path).first_call("slow", 2.5) == 2.5
+
+
+def test_what_nsight_compute_prints() -> None:
+    text = """==PROF== Connected to process 7
+e: tables in 3.0 s
+"ID","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","GPU Speed Of Light Throughput","Duration","us","1,053.50"
+"0","GPU Speed Of Light Throughput","L2 Cache Throughput","%","61.5"
+"0","Command line profiler metrics","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio","inst","1.0"
+"0","Command line profiler metrics","smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","inst","3.0"
+"0","Occupancy","Note","",""
+"""
+    rows, numbers = gpu_profile.rows_of("model", gpu_profile.metrics(text))
+    assert numbers == "duration 1053.5 us"
+    assert [(r.contestant, r.median) for r in rows] == [
+        ("second-level cache, of its peak", 61.5),
+        ("barrier", 75.0),
+        ("wait", 25.0),
+    ]
+    with pytest.raises(RuntimeError, match="measured nothing.*ERR_NVGPUCTRPERM"):
+        gpu_profile.metrics("==PROF== x\n==ERROR== ERR_NVGPUCTRPERM - no permission\n")

@@ -1,6 +1,10 @@
 """Small models of every kind of column through the CUDA target, for compute-sanitizer:
 
-compute-sanitizer --tool memcheck python tools/gpu_sanitize.py
+compute-sanitizer --tool memcheck python tools/gpu_sanitize.py [--table]
+
+The tools are memcheck, racecheck, synccheck and initcheck. With --table, buffers' addresses come in a table on the
+device, as those of calls with thousands of buffers do. XLA_PYTHON_CLIENT_ALLOCATOR=platform gives each array memory of
+its own, so that memcheck sees where it ends.
 """
 
 import pathlib
@@ -13,6 +17,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import recom_jax
+from recom_jax.cuda import kernel
 
 
 def model(tables: dict[str, jax.Array], b: dict[str, jax.Array]) -> list[jax.Array]:
@@ -29,6 +34,8 @@ def model(tables: dict[str, jax.Array], b: dict[str, jax.Array]) -> list[jax.Arr
 
 
 def main() -> int:
+    if "--table" in sys.argv[1:]:
+        kernel.BUCKETS = ()
     rng = np.random.default_rng(0)
     tables = {
         "a": rng.normal(size=(5, 3)).astype(np.float32),

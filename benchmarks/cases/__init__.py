@@ -15,6 +15,7 @@ from benchmarks.cases import (
     gpu_ablation,
     gpu_corun,
     gpu_end_to_end,
+    gpu_profile,
     gpu_scaling,
     gpu_tuned,
     idioms,
@@ -123,6 +124,13 @@ ALL = (
         5,
         gpu=True,
         pieces=gpu_tuned.pieces,
+    ),
+    Case(
+        "gpu_profile",
+        "CUDA: Nsight Compute of the fused kernel",
+        3,
+        gpu=True,
+        pieces=gpu_profile.pieces,
     ),
     Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
     *(
