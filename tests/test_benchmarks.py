@@ -301,5 +301,5 @@ e: tables in 3.0 s
         ("barrier", 75.0),
         ("wait", 25.0),
     ]
-    with pytest.raises(RuntimeError, match="measured nothing.*ERR_NVGPUCTRPERM"):
+    with pytest.raises(RuntimeError, match=r"measured nothing.*ERR_NVGPUCTRPERM"):
         gpu_profile.metrics("==PROF== x\n==ERROR== ERR_NVGPUCTRPERM - no permission\n")
