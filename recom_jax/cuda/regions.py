@@ -107,7 +107,7 @@ class Regions(Text):
         for b in missing:
             dst, kind = b.args[2], KINDS[b.args[1]]
             if self.poison(b):
-                joined = f"poison_missing<{kind}>(r{dst}, {self.lost(b)[1]}, missed{dst}.any(), "
+                joined = f"poison_missing<{kind}>(r{dst}, {self.fill(b)}, missed{dst}.any(), "
             else:
                 joined = f"join_missing<{kind}>(r{dst}, lost{dst}, missed{dst}.any(), "
             self.put(f"{joined}kLanes / kShare, team.size);")
@@ -208,14 +208,14 @@ class Regions(Text):
         self.put(f"if ({k} >= 0) r{dst} = combine<{kind}>(r{dst}, {times(f'x{dst}[u]')});")
 
     def lost(self, b: Instr) -> tuple[str, str]:
-        """(type, value) of what a pool adds for a row that does not exist, in each feature."""
-        dtype = TYPES[self.cls.regs[b.args[2]].dtype]
-        fill = (
-            f"immediate<{dtype}>(0)"
-            if b.args[0]
-            else self.imm(self.cls.regs[b.args[2]].dtype, b.args[8])
-        )
+        """(type, value) of what a pool adds for a position whose row does not exist, in each feature."""
+        dtype, fill = TYPES[self.cls.regs[b.args[2]].dtype], self.fill(b)
         return dtype, f"x_mul({fill}, now[i].r{b.args[4]})" if b.args[4] >= 0 else fill
+
+    def fill(self, b: Instr) -> str:
+        """What stands for a row that does not exist, in each feature."""
+        dtype = self.cls.regs[b.args[2]].dtype
+        return f"immediate<{TYPES[dtype]}>(0)" if b.args[0] else self.imm(dtype, b.args[8])
 
     def poison(self, b: Instr) -> bool:
         """Whether one missing row makes the whole bag NaN, however many there are and whatever they weigh."""

@@ -364,4 +364,12 @@ struct LengthBags {
 
 }  // namespace recom_cuda
 
+#if RECOM_POINTERS == 0
+// Fills the array of addresses that recom_fused reads.
+extern "C" __global__ void recom_point(const __grid_constant__ recom_cuda::Pointing p) {
+  const int i = blockIdx.x * recom_cuda::kThreads + threadIdx.x;
+  if (i < p.n) p.to[i] = p.address[i];
+}
+#endif
+
 #endif  // RECOM_JAX_CUDA_TILE_CUH_
