@@ -27,6 +27,7 @@ from recom_jax.corun.probe_stream import Probed, probe_step
 from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
+from recom_jax.corun.steps import Steps
 from recom_jax.corun.stream import Compiler, Engine, Streams
 from recom_jax.errors import PipelineError
 from recom_jax.preprocess.ingest import columns, snapshot
@@ -70,7 +71,7 @@ class Pipeline:
         self._compilers = [Compiler(prep)] if one_device else compilers_of(prep, specs, mesh)
         self._made_engine: Engine | None = None
         self._offline: Engine | None = None
-        self._step_on_stream: rt.Steps | None = None
+        self._step_on_stream: Steps | None = None
         self.probed: Probed | None = None
         self._source: Source | None = None
         self._position = 0
@@ -207,9 +208,9 @@ class Pipeline:
             self._compilers, steps, self.mesh, self.specs, places, slots, schedule, timed
         )
 
-    def _steps_of(self, device: Any) -> rt.Steps:
+    def _steps_of(self, device: Any) -> Steps:
         if self._step_on_stream is None:
-            self._step_on_stream = rt.Steps(self._step, device)
+            self._step_on_stream = Steps(self._step, device)
         return self._step_on_stream
 
     def schedule_of(self, kernels: PrepKernels) -> rt.Schedule:
