@@ -327,7 +327,9 @@ class Pipeline:
             probed = None
             if self.options.probe:
                 timed = functools.partial(self.make_engine, 3, profile=True)
-                probed = self.probed = probe_step(self._step, self._seen, kernels, made, timed)
+                probed = self.probed = probe_step(
+                    self._step, self._seen, kernels, made, timed, engine.processors
+                )
             self._plan = plan_for_kernels(kernels, probed, self._measured(), self.options)
             self._predicted_s = self._plan.predicted_us / 1e6
             engine.reschedule(self.schedule_of)

@@ -14,6 +14,7 @@ import numpy as np
 from recom_jax import compat, ffi
 from recom_jax.cache import Cache
 from recom_jax.corun import calls
+from recom_jax.corun.cost import BLOCKS
 from recom_jax.corun.kernels import PrepKernels, Result
 from recom_jax.errors import PipelineError
 from recom_jax.options import Options as CompilerOptions
@@ -21,7 +22,6 @@ from recom_jax.preprocess.ingest import ladder
 from recom_jax.preprocess.values import Jagged
 
 PLAN, EAGER, SEQUENTIAL = 0, 1, 2
-BLOCKS = 8  # of 256 threads, on a multiprocessor: as many as it holds at a time
 _TOKEN_BYTES = 16
 _MOST_THREADS = 8
 _DLPACK_CODE = {"i": 0, "u": 1, "f": 2, "b": 6}
