@@ -74,7 +74,8 @@ class Probed:
       stages: the step's, with what each leaves free; device: the cost model's constants; classes: and those of code.
       parts: (share, predicted, measured microseconds) of kernels that nothing was fitted to.
       beside: everything beside each stage, with each share.
-      alone_us: all of the program in one kernel, with the whole device; step_us: the step.
+      alone_us: all of the program in one kernel, with the whole device; step_us: the step; period_us: from one to the
+        next, with nothing beside it.
     """
 
     stages: tuple[Stage, ...]
@@ -84,6 +85,7 @@ class Probed:
     beside: tuple[Beside, ...]
     alone_us: float
     step_us: float
+    period_us: float
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -99,6 +101,7 @@ class Probed:
             tuple(Beside(**b) for b in d["beside"]),
             d["alone_us"],
             d["step_us"],
+            d["period_us"],
         )
 
     @property
@@ -291,10 +294,9 @@ def probe(
         for k, (units, share) in enumerate(parts)
     )
     whole_us = took[f"share {SHARES[0]}"]
-    bare = run(lambda _: rt.Schedule(rt.PLAN, (), tuple(names)))
+    bare = run(lambda k: dataclasses.replace(rt.whole(k, rt.SEQUENTIAL), stages=tuple(names)))
     ends = [median(values) for _, values in bare.stages]
     step_us = max([median(bare.steps), *(e for e in ends if not math.isnan(e))])
-    bare_us = median(bare.periods)
     stages, before = [], 0.0
     for k, name in enumerate((*names, REST)):
         end = (
@@ -304,13 +306,19 @@ def probe(
         )
         stages.append(Stage(name, end - before, 0.0, 0.0))
         before = end
-    found: list[Beside] = []
+    seen: list[tuple[int, float, Times]] = []
     for k in range(len(stages)):
         for share in BESIDE:
-            beside = run(functools.partial(_in_stage, stage=k, share=share, names=tuple(names)))
-            took_us, period_us = median(beside.kernels[0][1]), median(beside.periods)
-            if not (math.isnan(took_us) or math.isnan(period_us)) and took_us > 0:
-                found.append(Beside(k, share, took_us, period_us - bare_us))
+            schedule = functools.partial(_in_stage, stage=k, share=share, names=tuple(names))
+            seen.append((k, share, run(schedule)))
+    # Between two steps is what `begin` takes, which is no loss, and the wait for kernels, which is.
+    between_us = min((median(t.periods) - median(t.steps) for *_, t in seen), default=0.0)
+    period_us = median(bare.steps) + between_us
+    found = [
+        Beside(k, share, took_us, median(t.periods) - period_us)
+        for k, share, t in seen
+        if (took_us := median(t.kernels[0][1])) > 0
+    ]
     made = Probed(
         tuple(left_free(s, k, found, whole_us) for k, s in enumerate(stages)),
         device,
@@ -319,6 +327,7 @@ def probe(
         tuple(found),
         whole_us,
         step_us,
+        period_us,
     )
     if cache is not None:
         cache.put("probe", key, made.to_json())
@@ -343,6 +352,6 @@ def probe_step(
     closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
     names = [part.name for part in cut(closed) if part.name != REST]
     donated = donated_inputs(step, state, batch)
-    key = key_of_step(closed, donated, 0) + key_of("probe 2", kernels.source, kernels.words)
+    key = key_of_step(closed, donated, 0) + key_of("probe 3", kernels.source, kernels.words)
     cache = Cache.of(CompilerOptions())
     return probe(engine_of, columns, state, names, processors, cache, key)
