@@ -42,6 +42,20 @@ def map_specs(f: Callable[[Any, PartitionSpec], Any], specs: Any, batch: Any) ->
         ) from None
 
 
+def on_mesh(batch: Any, mesh: Any, specs: Any) -> Any:
+    """A batch on a mesh, by `specs`; without them, split along its first axis where its rows allow it, else copied."""
+
+    def put(x: Any, spec: PartitionSpec) -> Any:
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    def by_rows(x: Any) -> Any:
+        name = mesh.axis_names[0]
+        divides = np.ndim(x) > 0 and np.shape(x)[0] % mesh.shape[name] == 0
+        return put(x, PartitionSpec(name) if divides else PartitionSpec())
+
+    return jax.tree.map(by_rows, batch) if specs is None else map_specs(put, specs, batch)
+
+
 def axes_of(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
     """The mesh axes that a dimension is split over."""
     found = spec[dim] if dim < len(spec) else None

@@ -11,14 +11,13 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import jax
-import numpy as np
 
 from recom_jax import stage as staging
 from recom_jax.corun import runtime as rt
 from recom_jax.corun import units
 from recom_jax.corun.device import Device, Threads
 from recom_jax.corun.kernels import PrepKernels
-from recom_jax.corun.mesh import MeshEngine, compilers_of, map_specs
+from recom_jax.corun.mesh import MeshEngine, compilers_of, on_mesh
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import Measured, Plan
 from recom_jax.corun.planner import plan_for, plan_for_kernels
@@ -233,23 +232,7 @@ class Pipeline:
         return f"threads: {engine.why}" if engine.why else "stream"
 
     def _place(self, batch: Any) -> Any:
-        if self.mesh is None:
-            return batch
-        return (
-            jax.tree.map(self._shard, batch) if self.specs is None else self._place_by_specs(batch)
-        )
-
-    def _place_by_specs(self, batch: Any) -> Any:
-        def put(x: Any, spec: Any) -> Any:
-            return jax.device_put(x, jax.sharding.NamedSharding(self.mesh, spec))
-
-        return map_specs(put, self.specs, batch)
-
-    def _shard(self, x: Any) -> Any:
-        name = self.mesh.axis_names[0]
-        divides = np.ndim(x) > 0 and np.shape(x)[0] % self.mesh.shape[name] == 0
-        spec = jax.sharding.PartitionSpec(name) if divides else jax.sharding.PartitionSpec()
-        return jax.device_put(x, jax.sharding.NamedSharding(self.mesh, spec))
+        return batch if self.mesh is None else on_mesh(batch, self.mesh, self.specs)
 
     # ---- looking at it --------------------------------------------------------------------------------------
 
