@@ -86,11 +86,16 @@ def pullback(call: FusedCall, moving: Sequence[int]) -> Pullback | Mapping[int, 
     return known
 
 
-def refused(call: FusedCall, moving: Sequence[int]) -> Mapping[int, str]:
+def refused(call: FusedCall, moving: Sequence[int], platform: str) -> Mapping[int, str]:
     """Why a derivative by an operand is not fused, by its position; "" where it is. For `explain`."""
     found = pullback(call, moving) if moving else {}
     why = found.refused if isinstance(found, Pullback) else found
-    return {k: why.get(k, "") for k in moving}
+    all_of_them = ""
+    if platform in ("cuda", "gpu"):
+        all_of_them = refused_on_cuda(found) if isinstance(found, Pullback) else ""
+    elif platform != "cpu":
+        all_of_them = f"on {platform} the backward pass is JAX's own"
+    return {k: why.get(k, all_of_them) for k in moving}
 
 
 def _make(call: FusedCall, moving: Sequence[int]) -> Pullback | Mapping[int, str]:
