@@ -51,7 +51,9 @@ def test_large_batches_repeat_their_bits(same: float) -> None:
     first = ours(tables, ct)
     for _ in range(5):
         for a, b in zip(ours(tables, ct), first, strict=True):
-            np.testing.assert_array_equal(np.asarray(a).view(np.int32), np.asarray(b).view(np.int32))
+            np.testing.assert_array_equal(
+                np.asarray(a).view(np.int32), np.asarray(b).view(np.int32)
+            )
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda x: np.asarray(x, np.float64), tables)
         wide = jax.jit(
