@@ -110,10 +110,11 @@ def bound(plain: Any, t: Any, i: Any, w: Any, eps: float = EPS) -> Any:
 
 
 def is_fused(f: Any, *args: Any) -> bool:
-    """Whether the gradient is one equation of ours; and on a CPU, where it has a target, one custom call."""
+    """Whether the gradient is one equation of ours; and on a CPU one custom call, on a GPU two."""
     found = "recom_row_sums" in str(jax.make_jaxpr(f)(*args))
-    called = "recom_row_sums_v1" in jax.jit(f).lower(*args).as_text()
-    assert called == (found and jax.default_backend() == "cpu")
+    text = jax.jit(f).lower(*args).as_text()
+    assert ("recom_row_sums_v1" in text) == (found and jax.default_backend() == "cpu")
+    assert not found or jax.default_backend() == "cpu" or text.count("@recom_fused_v1") >= 2
     return found
 
 
@@ -124,9 +125,7 @@ def test_gradients_equal_plain_ones_and_their_bits_repeat(name: str) -> None:
     assert is_fused(f, *args)
     assert_same(got, pulled(plain, *args)[1], bound(plain, *args))
     again = np.asarray(f(*args)).tobytes()
-    assert jax.default_backend() != "cpu" or all(
-        np.asarray(f(*args)).tobytes() == again for _ in range(3)
-    )
+    assert all(np.asarray(f(*args)).tobytes() == again for _ in range(3))
 
 
 @pytest.mark.parametrize("name", ["padded_mean", "weighted", "stack"])
@@ -217,10 +216,11 @@ def test_each_table_goes_its_own_way() -> None:
         ("u", "xla"),
         ("still", "fused"),
     ]
-    on_gpu = f.explain(*args).gradients_on("gpu")
-    assert [g.status for g in on_gpu] == ["xla"] * 3
-    assert on_gpu[0].reason == "on gpu the backward pass is JAX's own"
-    assert on_gpu[1] == report[1]
+    assert f.explain(*args).gradients_on("cuda") == report
+    on_tpu = f.explain(*args).gradients_on("tpu")
+    assert [g.status for g in on_tpu] == ["xla"] * 3
+    assert on_tpu[0].reason == "on tpu the backward pass is JAX's own"
+    assert on_tpu[1] == report[1]
     with jax.default_device("cpu"):
         assert f.explain(*args).gradients == report
     (call,) = (e.params["call"] for e in compiled(plain, *args).eqns if "call" in e.params)
