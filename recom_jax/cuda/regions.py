@@ -125,6 +125,17 @@ class Regions(Text):
         start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'team.rank'})"
         start = f"spread<kVec>({start})" if row else start
         self.put(f"{self.type_of(dst)} r{dst} = {start};")
+        if pool and self.only_stored(b):
+            self.apart.add(dst)
+            self.put(f"int element{dst} = -1;")
+
+    def only_stored(self, b: Instr) -> bool:
+        """Whether a jagged bag's row goes nowhere but to results whose features lie side by side."""
+        if not self.jagged or self.slow or b.args[0] or self.u.width is None:
+            return False
+        users = [i for i in walk(self.u.code) if b.args[2] in reads(i)]
+        steps = [self.u.constants.get(i.args[-1]) for i in users]
+        return all(i.op == "STORE" for i in users) and (self.u.width == 1 or set(steps) == {1})
 
     def unrolled(self, index: str, n: str, line: str) -> None:
         self.put("#pragma unroll")
@@ -372,8 +383,8 @@ class Regions(Text):
             # Lanes hold features of their own. Of a number they hold parts, or copies where each computes all of it.
             lanes = "kLanes / kShare, team.size" if b in counts else "kLanes, kSlices"
             join = f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});"
-            if self.is_row(dst) and b not in counts and self.u.width is not None and not self.slow:
-                join = f"join_rows<{KINDS[kind]}, kLanes>(r{dst}, kSlices);"
+            if dst in self.apart:
+                join = f"element{dst} = join_rows<{KINDS[kind]}, kLanes>(r{dst}, kSlices);"
             if self.jagged and not self.slow:
                 # A warp whose bags are all empty has nothing to join.
                 init = self.imm(self.cls.regs[dst].dtype, b.args[9 if b.op == "POOL" else 3])

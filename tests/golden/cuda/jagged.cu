@@ -196,7 +196,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        if (kShare == 1 || most > 0) join_rows<kSum, kLanes>(r1, kSlices); else r1 = spread<kVec>(immediate<f32>(0));
+        if (kShare == 1 || most > 0) join_slices<kSum>(r1, kLanes, kSlices); else r1 = spread<kVec>(immediate<f32>(0));
         if (kShare == 1 || most > 0) join_slices<kSum>(r9, kLanes / kShare, team.size); else r9 = immediate<f32>(0);
       }
       const f32 r11 = immediate<f32>(1065353216);
