@@ -29,8 +29,9 @@ def model(tables: dict[str, jax.Array], b: dict[str, jax.Array]) -> list[jax.Arr
     n = b["splits"].shape[0] - 1
     jagged = jax.ops.segment_sum(tables["c"][b["values"]], seg, num_segments=n)
     odd = jax.ops.segment_max(tables["a"][b["values"] % 5], b["seg"], num_segments=n)
+    weighted = (jnp.take(tables["b"], b["some"], axis=0) * b["weight"][..., None]).sum(1)
     half = tables["h"][b["bag"][:, 0] % 7].astype(jnp.float32)
-    return [jnp.concatenate([age, mean, jagged, half], axis=1), odd]
+    return [jnp.concatenate([age, mean, jagged, weighted, half], axis=1), odd]
 
 
 def main() -> int:
@@ -55,6 +56,8 @@ def run() -> tuple[float, int]:
     batch = {
         "age": rng.uniform(0, 10, n).astype(np.float32),
         "bag": rng.integers(-1, 100, (n, 9)).astype(np.int32),
+        "some": rng.integers(-1, 105, (n, 4)).astype(np.int32),  # rows that do not exist, too
+        "weight": rng.normal(size=(n, 4)).astype(np.float32),
         "values": rng.integers(-2, 55, total).astype(np.int32),
         "splits": splits,
         "seg": rng.integers(-1, n + 2, total).astype(np.int32),
