@@ -11,8 +11,8 @@ from examples import rap_plans
 from recom_jax import corun
 from recom_jax.corun.report import CORUN, IDEAL, SEQUENTIAL
 
-STEPS = 8
-ROUNDS = 4
+STEPS = 6
+ROUNDS = 3
 BATCH = 4096
 ROWS = 20_000
 
