@@ -159,7 +159,8 @@ class OptimizedFunction:
         if not compat.tracing():  # jax_disable_jit, or JAX looks for the operation that made a NaN
             return self._fn(*args, **kwargs)
         call = self._signature.split(args, kwargs)
-        compiled = self._compile(call)
+        pipeline.count("traces")
+        compiled = pipeline.fuse(trace_call(self._fn, call, self._signature.name), self.options)
         if self.options.tune:
             from recom_jax.cuda import tune
 
@@ -210,7 +211,7 @@ def trace_call(fn: Callable[..., Any], call: Arguments, name: str) -> Any:
 def fuse_flat(fn: Callable[..., Any], args: Sequence[Any], options: Options) -> list[Any]:
     """Runs a flat function (list of outputs) through the compiler, on values or tracers."""
     traced = trace(fn, args, tuple(f"operand {k}" for k in range(len(args))))
-    compiled = pipeline.compile_jaxpr(traced, options)
+    compiled = pipeline.fuse(traced, options)
     return list(compat.jaxpr_as_fun(compiled.jaxpr)(*args))
 
 

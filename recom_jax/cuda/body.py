@@ -100,7 +100,7 @@ class Body(Regions):
             if self.floating(dst):
                 self.put(
                     f"const bool dirty_{dst} = block_non_finite({table} + {base}, "
-                    f"{self.slot(self.rows_slot(i))}, {stride}, {self.width()});"
+                    f"{self.one_hot_rows(i)}, {stride}, {self.width()});"
                 )
         for i in self.u.code:
             if i.op == "JREGION":
