@@ -20,6 +20,7 @@ BAGS = {"SPLITS": "SplitBags", "LENGTHS": "LengthBags"}
 # What cp.async copies (recom_tile.cuh).
 _STAGED = ("int32", "int64", "uint32", "uint64", "float32", "float64")
 _STAGE_BYTES = 16384
+_ELEMENTWISE = ("UNARY", "BINARY", "CONVERT")
 _SMALL_TABLE = 1 << 22  # bytes: a table that a batch's bags may well read most of
 
 
@@ -125,17 +126,30 @@ class Regions(Text):
         start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'team.rank'})"
         start = f"spread<kVec>({start})" if row else start
         self.put(f"{self.type_of(dst)} r{dst} = {start};")
-        if pool and self.only_stored(b):
-            self.apart.add(dst)
+        made = self.elementwise(b) if pool else None
+        if made is not None:
+            self.apart.update(dict.fromkeys(made, f"element{dst}"))
             self.put(f"int element{dst} = -1;")
 
-    def only_stored(self, b: Instr) -> bool:
-        """Whether a jagged bag's row goes nowhere but to results whose features lie side by side."""
+    def elementwise(self, b: Instr) -> set[int] | None:
+        """A jagged bag's row and what is made of it, if that is done to each element alone and then stored.
+
+        Only to results whose features lie side by side. None: something needs the row as a whole.
+        """
         if not self.jagged or self.slow or b.args[0] or self.u.width is None:
-            return False
-        users = [i for i in walk(self.u.code) if b.args[2] in reads(i)]
-        steps = [self.u.constants.get(i.args[-1]) for i in users]
-        return all(i.op == "STORE" for i in users) and (self.u.width == 1 or set(steps) == {1})
+            return None
+        made = {b.args[2]}
+        for i in walk(self.u.code):
+            if not made.intersection(reads(i)):
+                continue
+            if i.op == "STORE":
+                if self.u.width != 1 and self.u.constants.get(i.args[-1]) != 1:
+                    return None
+            elif i.op not in _ELEMENTWISE or any(self.is_row(r) and r not in made for r in reads(i)):
+                return None
+            else:
+                made.add(self.dst(i))
+        return made
 
     def unrolled(self, index: str, n: str, line: str) -> None:
         self.put("#pragma unroll")
@@ -384,7 +398,7 @@ class Regions(Text):
             lanes = "kLanes / kShare, team.size" if b in counts else "kLanes, kSlices"
             join = f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});"
             if dst in self.apart:
-                join = f"element{dst} = join_rows<{KINDS[kind]}, kLanes>(r{dst}, kSlices);"
+                join = f"{self.apart[dst]} = join_rows<{KINDS[kind]}, kLanes>(r{dst}, kSlices);"
             if self.jagged and not self.slow:
                 # A warp whose bags are all empty has nothing to join.
                 init = self.imm(self.cls.regs[dst].dtype, b.args[9 if b.op == "POOL" else 3])
