@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from recom_jax import compat, ffi, lowering, sorted_sums
+from recom_jax import compat, ffi, gate, lowering, sorted_sums
 from recom_jax.errors import EncodeError, RecomError
 from recom_jax.lowering import FusedCall, warn_once
 from recom_jax.row_sums import RowSums
@@ -261,6 +261,8 @@ def refused_on_cuda(pull: Pullback) -> str:
     """Why a GPU leaves the transpose to XLA, "" if it does not."""
     from recom_jax.cuda.codegen import generate
 
+    if not pull.tangent.options.always_fuse:
+        return gate.SCATTER
     try:
         sorted_sums.read(pull.sums.words)
         generate(pull.number_call.program)

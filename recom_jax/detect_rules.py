@@ -194,7 +194,9 @@ def convert(d: Detector, e: ir.Expr, dtype: str) -> ir.Expr:
     if isinstance(e, ir.Const) and not ir.is_16bit(dtype):
         return _convert_const(d, e, dtype)
     floats = ir.is_float(e.dtype) and ir.is_float(dtype)
-    return d.pool.op("convert", dtype, e, exact=not (floats and _rounded(e)), arith=e.arith and floats)
+    return d.pool.op(
+        "convert", dtype, e, exact=not (floats and _rounded(e)), arith=e.arith and floats
+    )
 
 
 def _rounded(e: ir.Expr) -> bool:

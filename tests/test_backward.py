@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 import random
@@ -20,7 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from helpers import EPS, VERIFY, assert_same, ids, table
 
 import recom_jax
-from recom_jax import _recom, ir
+from recom_jax import _recom, gate, ir
 from recom_jax.backward import Pullback, pullback
 from recom_jax.detect import detect
 from recom_jax.linear import linear
@@ -32,6 +33,7 @@ from tests.random_models import build
 
 ROWS, DIM, B, L = 9, 4, 6, 3
 SEG = np.array([0, 0, 5, -1, 3, 3, 6, 3, 1, 1, 4, 4, 2, 2, 2, 0, 0, 7], np.int32)  # some of no bag
+ALWAYS = dataclasses.replace(VERIFY, always_fuse=True)
 optimize = functools.partial(recom_jax.optimize, options=VERIFY)
 
 
@@ -110,11 +112,10 @@ def bound(plain: Any, t: Any, i: Any, w: Any, eps: float = EPS) -> Any:
 
 
 def is_fused(f: Any, *args: Any) -> bool:
-    """Whether the gradient is one equation of ours; and on a CPU one custom call, on a GPU two."""
+    """Whether the gradient is one equation of ours; and on a CPU, where XLA is slower, one custom call."""
     found = "recom_row_sums" in str(jax.make_jaxpr(f)(*args))
     text = jax.jit(f).lower(*args).as_text()
     assert ("recom_row_sums_v1" in text) == (found and jax.default_backend() == "cpu")
-    assert not found or jax.default_backend() == "cpu" or text.count("@recom_fused_v1") >= 2
     return found
 
 
@@ -125,7 +126,9 @@ def test_gradients_equal_plain_ones_and_their_bits_repeat(name: str) -> None:
     assert is_fused(f, *args)
     assert_same(got, pulled(plain, *args)[1], bound(plain, *args))
     again = np.asarray(f(*args)).tobytes()
-    assert all(np.asarray(f(*args)).tobytes() == again for _ in range(3))
+    assert jax.default_backend() != "cpu" or all(
+        np.asarray(f(*args)).tobytes() == again for _ in range(3)
+    )
 
 
 @pytest.mark.parametrize("name", ["padded_mean", "weighted", "stack"])
@@ -216,7 +219,9 @@ def test_each_table_goes_its_own_way() -> None:
         ("u", "xla"),
         ("still", "fused"),
     ]
-    assert f.explain(*args).gradients_on("cuda") == report
+    for options, on_gpu in ((VERIFY, gate.SCATTER), (ALWAYS, "")):
+        found = recom_jax.optimize(plain, options=options).explain(*args).gradients_on("cuda")
+        assert [g.reason for g in found] == [on_gpu, report[1].reason, on_gpu]
     on_tpu = f.explain(*args).gradients_on("tpu")
     assert [g.status for g in on_tpu] == ["xla"] * 3
     assert on_tpu[0].reason == "on tpu the backward pass is JAX's own"

@@ -16,10 +16,10 @@ from recom_jax import backward, compat, sorted_sums
 from recom_jax.backward import Pullback
 from recom_jax.errors import EncodeError
 from tests import cuda_emulation
-from tests.helpers import EPS, VERIFY, assert_same, table
+from tests.helpers import EPS, assert_same, table
 from tests.random_columns import arguments
 from tests.random_models import build
-from tests.test_backward import LINEAR, arrays, jagged
+from tests.test_backward import ALWAYS, LINEAR, arrays, jagged
 
 Found = tuple[Pullback, list[Any]]
 needs_compiler = pytest.mark.skipif(
@@ -45,7 +45,7 @@ def row_sums_of(fn: Callable[..., Any], tables: Any, *rest: Any) -> Found:
             known.update(zip(eqn.outvars, made, strict=True))
         return [v.val if isinstance(v, compat.Literal) else known[v] for v in jaxpr.outvars]
 
-    optimized = recom_jax.optimize(fn, options=VERIFY)
+    optimized = recom_jax.optimize(fn, options=ALWAYS)
 
     def gradient(tables: Any, *rest: Any) -> Any:
         out, pull = jax.vjp(lambda t: optimized(t, *rest), tables)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import recom_jax
-from tests.helpers import EPS, VERIFY, table
-from tests.test_backward import LINEAR, arrays, bound, is_fused, optimize, pulled
+from recom_jax import gate
+from tests.helpers import EPS, table
+from tests.test_backward import ALWAYS, LINEAR, arrays, bound, pulled
 from tests.test_sorted_sums import many
 
 pytestmark = pytest.mark.skipif(
@@ -25,9 +26,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("name", LINEAR)
 def test_gradients_are_fused_and_equal(name: str) -> None:
     args = arrays()
-    f, got = pulled(optimize(LINEAR[name]), *args)
-    assert is_fused(f, *args)
-    assert "scatter" not in f.lower(*args).as_text()
+    f, got = pulled(recom_jax.optimize(LINEAR[name], options=ALWAYS), *args)
+    text = f.lower(*args).as_text()
+    assert "scatter" not in text and text.count("@recom_fused_v1") >= 2
     want = np.asarray(pulled(LINEAR[name], *args)[1], np.float64)
     assert (np.abs(np.asarray(got) - want) <= bound(LINEAR[name], *args)).all()
 
@@ -46,7 +47,7 @@ def test_large_batches_repeat_their_bits(same: float) -> None:
         cts = jnp.asarray(rng.normal(size=(n, 16 + 32 + 9 + 16 + 32)), jnp.float32)
         return jax.jit(lambda t, ct: jax.vjp(lambda t: f(t, i, w), t)[1](ct)[0]), cts
 
-    ours, ct = gradient(recom_jax.optimize(many, options=VERIFY))
+    ours, ct = gradient(recom_jax.optimize(many, options=ALWAYS))
     plain, _ = gradient(many)
     first = ours(tables, ct)
     for _ in range(5):
@@ -68,5 +69,13 @@ def test_large_batches_repeat_their_bits(same: float) -> None:
 
 def test_the_report_says_so() -> None:
     t, i, w = arrays()
-    (report,) = optimize(LINEAR["sum"]).explain(t, i, w).gradients
+    (report,) = recom_jax.optimize(LINEAR["sum"], options=ALWAYS).explain(t, i, w).gradients
     assert (report.status, report.reason) == ("fused", "")
+    (report,) = recom_jax.optimize(LINEAR["sum"]).explain(t, i, w).gradients
+    assert (report.status, report.reason) == ("xla", gate.SCATTER)
+
+
+def test_by_default_the_gradient_is_xlas_scatter() -> None:
+    args = arrays()
+    f, _ = pulled(recom_jax.optimize(LINEAR["sum"]), *args)
+    assert "scatter" in f.lower(*args).as_text()
