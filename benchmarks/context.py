@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import time
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks.timing import Plan
+from benchmarks.turns import Turns
+
+SLOW_S = 5.0  # first calls that take longer are kept with XLA's code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +72,27 @@ class Progressing:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """`kept` is the folder of measurements that don't depend on recom_jax and are slow to repeat."""
+    """`kept` is the folder of measurements that don't depend on recom_jax and are slow to repeat.
+
+    `turns`: with what else runs on the machine. `compiled`: folder of XLA's code of an earlier try, or None.
+    """
 
     settings: Settings
     kept: pathlib.Path
     progress: Progressing = dataclasses.field(default_factory=Progressing)
     renew_kept: bool = False
+    turns: Turns = dataclasses.field(default_factory=Turns)
+    compiled: pathlib.Path | None = None
+
+    def first_call(self, what: str, seconds: float) -> float:
+        """Seconds of a first call: those of the time when XLA compiled, where its code came from `compiled`."""
+        if self.compiled is None:
+            return seconds
+        path = self.compiled / "first_calls.jsonl"
+        if seconds >= SLOW_S:
+            self.compiled.mkdir(parents=True, exist_ok=True)
+            with open(path, "a") as file:
+                file.write(json.dumps([what, seconds]) + "\n")
+            return seconds
+        kept = dict(map(json.loads, path.read_text().splitlines())) if path.exists() else {}
+        return float(kept.get(what, seconds))

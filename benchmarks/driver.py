@@ -13,8 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import machine, record
+from benchmarks import machine, pieces, record
 from benchmarks.context import Context, Progressing, Settings
+from benchmarks.pieces import Beside
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 QUICK_RESULTS = machine.ROOT / "build" / "benchmarks"
@@ -54,6 +55,15 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=float, help="stop a table's rounds after that long (default 90)"
     )
     p.add_argument("--processes", type=int, help="fresh processes per first result (default 3)")
+    p.add_argument("--pieces", nargs="+", metavar="PIECE", help="of cases in pieces: measure these, and "
+                   "join them with what is there")  # fmt: skip
+    p.add_argument("--at-once", type=int, help="of cases in pieces: how many processes (default 4)")
+    p.add_argument("--end-after", type=float, help="of cases in pieces: seconds after which what still runs is "
+                   "ended; a later run goes on with what is missing (default 3600)")  # fmt: skip
+    p.add_argument("--patience", type=float, help="of cases in pieces: seconds from its process's start that a "
+                   "timed part waits for compilers to end (default 600)")  # fmt: skip
+    p.add_argument("--compiled", type=pathlib.Path, help="of cases in pieces: folder that keeps XLA's code of "
+                   "slow peers, for a run that goes on")  # fmt: skip
     p.add_argument("--list", action="store_true", help="say what would run, and stop")
     p.add_argument(
         "--here", action="store_true", help="run in this process (what the driver itself uses)"
@@ -78,6 +88,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
 
 
+def beside_of(args: argparse.Namespace) -> Beside:
+    """How cases in pieces run, as the options ask for."""
+    chosen = {"only": tuple(args.pieces) if args.pieces else None, "processes": args.at_once,
+              "seconds": args.end_after, "patience": args.patience,
+              "compiled": args.compiled and args.compiled.resolve()}  # fmt: skip
+    return Beside(**{k: v for k, v in chosen.items() if v is not None})
+
+
 def path_of(out: pathlib.Path, case: str) -> pathlib.Path:
     """Where the case's result on this machine with these versions belongs."""
     return out / f"{case}.{machine.key(machine.machine(), machine.versions())}.json"
@@ -86,16 +104,16 @@ def path_of(out: pathlib.Path, case: str) -> pathlib.Path:
 def is_done(path: pathlib.Path, settings: Settings) -> bool:
     """Whether the file holds a result with the same settings."""
     try:
-        return bool(
-            record.read(path)["settings"] == json.loads(json.dumps(dataclasses.asdict(settings)))
-        )
+        data = record.read(path)
+        same = data["settings"] == json.loads(json.dumps(dataclasses.asdict(settings)))
+        return bool(same) and not data["facts"].get("missing")
     except (OSError, ValueError, KeyError):
         return False
 
 
 def run_case(name: str, settings: Settings, out: pathlib.Path, progress: Progressing | None = None,
-             renew_kept: bool = False) -> pathlib.Path:  # fmt: skip
-    """Runs one case in this process and writes its result.
+             renew_kept: bool = False, beside: Beside | None = None) -> pathlib.Path:  # fmt: skip
+    """Runs one case in this process, or its pieces in theirs, and writes its result.
 
     Raises:
       KeyError: no such case.
@@ -106,7 +124,11 @@ def run_case(name: str, settings: Settings, out: pathlib.Path, progress: Progres
     context = Context(settings, out / "kept", progress or Progressing(), renew_kept)
     began, load = time.monotonic(), machine.load()
     date, commit = machine.now(), machine.commit()
-    result = case.run(context)
+    if case.pieces is not None:
+        result = pieces.run(name, case.pieces(settings), case.finish, context, beside or Beside())
+    else:
+        assert case.run is not None
+        result = case.run(context)
     data: dict[str, Any] = {
         "schema": record.SCHEMA,
         "case": name,
@@ -132,10 +154,14 @@ def command_of(args: argparse.Namespace, case: str, out: pathlib.Path) -> list[s
     command += [
         f"--{name.replace('_', '-')}" for name in ("quick", "force_kept") if getattr(args, name)
     ]
-    for name in ("rows", "scale", "batch", "rounds", "seconds", "processes"):
+    for name in ("rows", "scale", "batch", "rounds", "seconds", "processes", "at_once",
+                 "end_after", "patience", "compiled"):  # fmt: skip
         if getattr(args, name) is not None:
-            command += [f"--{name}", str(getattr(args, name))]
-    return command + (["--batches", *map(str, args.batches)] if args.batches else [])
+            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    for name in ("batches", "pieces"):
+        if getattr(args, name):
+            command += [f"--{name}", *map(str, getattr(args, name))]
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,6 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     wants_gpu = any(CASES[n].gpu for n in args.case if n in CASES)
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if wants_gpu else "cpu")
+    environment = dict(os.environ)
+    if not args.here or any(CASES[n].pieces for n in args.case if n in CASES):
+        # This process asks for the device's name alone: its memory is for those that measure.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     console = Console(stderr=True)
     unknown = [name for name in args.case if name not in CASES]
     if unknown:
@@ -166,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.here:
         for name in todo:
-            run_case(name, settings, out, Progressing(console), args.force_kept)
+            run_case(name, settings, out, Progressing(console), args.force_kept, beside_of(args))
         return 0
     failed = []
     for k, name in enumerate(todo, 1):
@@ -174,7 +204,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         load = ", ".join(map(str, machine.load()[:2]))
         console.print(f"[bold]{name}[/bold] ({k} of {len(todo)}): {case.title}, "
                       f"about {case.minutes:g} min; load {load}")  # fmt: skip
-        if subprocess.run(command_of(args, name, out), cwd=machine.ROOT).returncode:
+        if args.force and case.pieces is not None:
+            for piece in case.pieces(settings):
+                pieces.path_of(out / "kept", name, piece).unlink(missing_ok=True)
+        command = command_of(args, name, out)
+        if subprocess.run(command, cwd=machine.ROOT, env=environment).returncode:
             failed.append(name)
             console.print(f"[red]{name} failed[/red]; going on")
         else:

@@ -11,6 +11,7 @@ import numpy as np
 from recom_jax import _recom, compat, ffi, pipeline
 from recom_jax.cpu import encode
 from recom_jax.cuda import codegen, nvrtc
+from recom_jax.cuda import kernel as cuda_kernel
 from recom_jax.options import Options
 from recom_jax.program import Program
 from recom_jax.trace import trace
@@ -35,7 +36,7 @@ class Kernel:
         return sum(x.nbytes for x in self.results)
 
 
-def kernel_of(fn: Any, *args: Any) -> Kernel:
+def kernel_of(fn: Any, *args: Any, options: Options | None = None) -> Kernel:
     """The kernel of a function whose columns make one call that reads the arguments themselves.
 
     Raises:
@@ -48,7 +49,7 @@ def kernel_of(fn: Any, *args: Any) -> Kernel:
         return jax.tree_util.tree_leaves(fn(*jax.tree_util.tree_unflatten(tree, xs)))
 
     traced = trace(flat, leaves, tuple(f"leaf {k}" for k in range(len(leaves))))
-    compiled = pipeline.compile_jaxpr(traced, Options())
+    compiled = pipeline.compile_jaxpr(traced, options or Options())
     if len(compiled.calls) != 1:
         raise ValueError(f"{len(compiled.calls)} fused calls, expected 1")
     scheduled = compiled.calls[0][1]
@@ -64,10 +65,8 @@ def kernel_of(fn: Any, *args: Any) -> Kernel:
     results = tuple(jnp.full(o.var.aval.shape, 7, o.var.aval.dtype) for o in scheduled.outputs)
     jax.block_until_ready((operands, results))
     n = len(operands) + len(results)
-    pointers = next((p for p in (32, 512, 4064) if p >= n), 4064)
-    return Kernel(
-        scheduled.program, codegen.generate(scheduled.program), operands, results, pointers
-    )
+    made = codegen.generate(scheduled.program)
+    return Kernel(scheduled.program, made, operands, results, cuda_kernel.bucket(n))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +91,18 @@ def time_kernel(
     sms: int | None = None,
     slice_positions: float = 0,
     schedule: codegen.Schedule | None = None,
+    vectors: bool = True,
 ) -> Timed:
-    """Times the kernel. `flush`: bytes of device memory overwritten before each repeat (0: caches stay warm)."""
+    """Times the kernel. `flush`: bytes of device memory overwritten before each repeat (0: caches stay warm).
+
+    `schedule`: another than the untuned one; `vectors`: whether rows are read and written in whole vectors.
+    """
+    made = codegen.generate(kernel.program, schedule) if schedule else kernel.generated
     c = ffi.extension().constants()["dtype"]
     layout = np.array([x for k in range(len(kernel.operands)) for x in (k, -1, 0)], np.int64)
     plan = _recom.cuda_plan(
         encode(kernel.program).words,
-        kernel.generated.launch,
+        made.launch,
         layout,
         [(c[str(x.dtype)], list(x.shape)) for x in kernel.operands],
         [(c[str(x.dtype)], list(x.shape)) for x in kernel.results],
@@ -108,10 +112,13 @@ def time_kernel(
     )
     addresses = [x.unsafe_buffer_pointer() for x in (*kernel.operands, *kernel.results)]
     launches = [
-        (one["tiles"], one["words"], [addresses[b] for b in one["buffers"]])
+        (
+            one["tiles" if vectors else "unaligned"],
+            one["words"],
+            [addresses[b] for b in one["buffers"]],
+        )
         for one in plan["launches"]
     ]
-    made = codegen.generate(kernel.program, schedule) if schedule else kernel.generated
     ptx = nvrtc.ptx(made.source, kernel.pointers)
     ms = _recom.cuda_time(ptx.text, kernel.pointers, launches, 0, calls, repeats, flush)
     tile = 32

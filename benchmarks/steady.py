@@ -1,6 +1,7 @@
 """Latency of a workload at one batch size, all contestants interleaved."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,6 +42,7 @@ class Steady:
     params: Params
     batches: list[Batch]
     server: Any
+    quiet: bool = True  # nobody compiled beside it
 
     def of(self, name: str, inputs: str) -> Samples:
         return self.samples[f"{name} / {inputs}"]
@@ -99,35 +101,27 @@ def contestants(w: Workload, params: Params, batches: list[Batch], server: Any, 
         call = empty_call(out)
         found.append(Contestant(EMPTY, DEVICE, device, lambda b: call(params, b),
                                 note="same operands and result; the result is not written"))  # fmt: skip
-    if w.hand and w.stack_params and w.stack_batch:
-        stack, hand, stacked_params = w.stack_batch, jax.jit(w.hand), w.stack_params(params)
+    forms = [(n, f) for n, f in ((HAND, w.hand), (HAND_LOOP, w.hand_loop)) if f]
+    if forms and w.stack_params and w.stack_batch:
+        stack, stacked_params = w.stack_batch, w.stack_params(params)
         stacked = [stack(b) for b in batches]
         stacked_device = [jax.device_put(b) for b in stacked]
-
-        def run(batch: Any) -> Any:
-            return hand(stacked_params, batch)
-
-        found += [
-            Contestant(HAND, DEVICE, lambda k: stacked_device[k % number], run),
-            Contestant(HAND, STACKED, lambda k: stacked[k % number], run),
-            Contestant(HAND, STACKING, numpy, lambda b: run(stack(b))),
-        ]
-        if w.hand_loop:
-            loop = jax.jit(w.hand_loop)
-
-            def run_loop(batch: Any) -> Any:
-                return loop(stacked_params, batch)
-
+        for name, form in forms:
+            run = functools.partial(jax.jit(form), stacked_params)
             found += [
-                Contestant(HAND_LOOP, DEVICE, lambda k: stacked_device[k % number], run_loop),
-                Contestant(HAND_LOOP, STACKED, lambda k: stacked[k % number], run_loop),
-                Contestant(HAND_LOOP, STACKING, numpy, lambda b: run_loop(stack(b))),
+                Contestant(name, DEVICE, lambda k: stacked_device[k % number], run),
+                Contestant(name, STACKED, lambda k: stacked[k % number], run),
+                Contestant(name, STACKING, numpy, functools.partial(_stack_and_run, stack, run)),
             ]
     if tuned and w.tuned:
         found += both(TUNED, jax.jit(w.tuned))
     if plain:
         found += both(PLAIN, jax.jit(w.fn))
     return found
+
+
+def _stack_and_run(stack: Callable[[Any], Any], run: Callable[[Any], Any], batch: Any) -> Any:
+    return run(stack(batch))
 
 
 def measure(context: Context, w: Workload, group: str, size: int, *, plain: bool = True, tuned: bool = True,
@@ -138,35 +132,38 @@ def measure(context: Context, w: Workload, group: str, size: int, *, plain: bool
       RuntimeError: a contestant's result is not that of the others.
     """
     progress = context.progress
-    with progress.step(f"{group}: parameters and inputs"):
-        params = jax.block_until_ready(w.init())
-        batches = w.batches(size, BATCHES)
-        server = recom_jax.optimize(w.fn).bind(params)
-        runners = contestants(w, params, batches, server, plain=plain, tuned=tuned, views=views,
-                              empty=empty)  # fmt: skip
     first: dict[str, float] = {}
     outputs: dict[str, np.ndarray] = {}
-    for c in runners:
-        with progress.step(f"{group}: first call of {c.key}"):
-            begun = time.perf_counter()
-            out = jax.block_until_ready(c.call(c.prepare(0)))
-            first[c.key] = time.perf_counter() - begun
-            if c.name != EMPTY:
-                outputs[c.key] = np.asarray(out)
-            del out
-            for k in range(1, BATCHES):  # warm-up: every batch once
-                jax.block_until_ready(c.call(c.prepare(k)))
+    with context.turns.compiling():
+        with progress.step(f"{group}: parameters and inputs"):
+            params = jax.block_until_ready(w.init())
+            batches = w.batches(size, BATCHES)
+            server = recom_jax.optimize(w.fn).bind(params)
+            runners = contestants(w, params, batches, server, plain=plain, tuned=tuned, views=views,
+                                  empty=empty)  # fmt: skip
+        for c in runners:
+            with progress.step(f"{group}: first call of {c.key}"):
+                begun = time.perf_counter()
+                out = jax.block_until_ready(c.call(c.prepare(0)))
+                took = time.perf_counter() - begun
+                first[c.key] = context.first_call(f"{group} | {c.key}", took)
+                if c.name != EMPTY:
+                    outputs[c.key] = np.asarray(out)
+                del out
+                for k in range(1, BATCHES):  # warm-up: every batch once
+                    jax.block_until_ready(c.call(c.prepare(k)))
     # The last one is the model as written, where it runs at all.
     differences = compare(outputs, outputs[list(outputs)[-1]])
     plan = context.settings.plan
-    samples = interleave(runners, plan, lambda it: progress.track(it, group, plan.rounds))
+    with context.turns.timed() as quiet:
+        samples = interleave(runners, plan, lambda it: progress.track(it, group, plan.rounds))
     rows = tuple(
         Row.of(
             group, c, samples[c.key], first_s=first[c.key], max_difference=differences.get(c.key)
         )
         for c in runners
     )
-    return Steady(rows, samples, outputs, params, batches, server)
+    return Steady(rows, samples, outputs, params, batches, server, quiet)
 
 
 def compare(outputs: Mapping[str, np.ndarray], reference: np.ndarray) -> dict[str, float]:

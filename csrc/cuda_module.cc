@@ -20,6 +20,11 @@ namespace recom {
 
 using cuda::Driver;
 
+// Kernels of a module; `point` only where the call's addresses come in a table.
+struct Functions {
+  cuda::Function fused = nullptr, point = nullptr;
+};
+
 // One call's kernels on one device. Never freed, so that plain pointers to it may be kept.
 class PreparedCall {
  public:
@@ -61,20 +66,20 @@ class PreparedCall {
   std::vector<std::pair<int, int>> ranks;  // dtype and rank of operands and results
   size_t n_operands;
 
-  cuda::Function function;
+  Functions functions;
   std::vector<Launch> launches;
 };
 
 namespace {
 
-constexpr const char* kKernel = "recom_fused";
+constexpr const char *kFused = "recom_fused", *kPoint = "recom_point";
 constexpr size_t kLogBytes = 8192;
 
 // Kernels by (digest, a second hash so that a wrong digest is not believed, device).
-cuda::Function load_function(const Driver& driver, const CudaArguments& a) {
+Functions load_functions(const Driver& driver, const CudaArguments& a) {
   using Key = std::tuple<std::string, size_t, int>;
   static std::mutex mutex;
-  static auto* functions = new std::map<Key, cuda::Function>;
+  static auto* functions = new std::map<Key, Functions>;
   std::lock_guard<std::mutex> lock(mutex);
   Key key(a.digest, std::hash<std::string_view>()(a.ptx), a.device);
   const auto it = functions->find(key);
@@ -90,10 +95,13 @@ cuda::Function load_function(const Driver& driver, const CudaArguments& a) {
     log.back() = '\0';
     driver.check(code, "load the fused kernel; the driver says: " + std::string(log.data()));
   }
-  cuda::Function function;
-  driver.check(driver.module_function(&function, module, kKernel), "find the fused kernel");
+  Functions found;
+  driver.check(driver.module_function(&found.fused, module, kFused), "find the fused kernel");
+  if (a.pointers == 0) {
+    driver.check(driver.module_function(&found.point, module, kPoint), "find the table's kernel");
+  }
   ++cuda_stats().modules_loaded;
-  return (*functions)[std::move(key)] = function;
+  return (*functions)[std::move(key)] = found;
 }
 
 // Frees what it holds unless told otherwise.
@@ -143,7 +151,7 @@ std::unique_ptr<PreparedCall> make_prepared(const CudaArguments& a) {
   const auto program = cached_program(a.hash, a.program);
   cuda::Device device;
   driver.check(driver.device_get(&device, a.device), "find device " + std::to_string(a.device));
-  if (a.pointers < 1 || a.pointers > RECOM_POINTERS) {
+  if (a.pointers < 0 || a.pointers > RECOM_POINTERS) {
     throw ProgramError("recom call: a bad number of pointers");
   }
   const CudaPlan plan = make_cuda_plan(
@@ -166,7 +174,7 @@ std::unique_ptr<PreparedCall> make_prepared(const CudaArguments& a) {
     }
   }
   const cuda::DeviceScope scope(driver, a.device);
-  out->function = load_function(driver, a);
+  out->functions = load_functions(driver, a);
   std::vector<char> bytes;
   for (const CudaLaunch& l : plan.launches) {
     PreparedCall::Launch launch;
@@ -225,14 +233,49 @@ const PreparedCall* find_locked(const CudaArguments& a, const std::string& hash)
 struct Parameters {
   static constexpr size_t kHead = offsetof(recom_cuda::Params, buffer);
   static_assert(kHead == 2 * sizeof(void*));
+  static_assert(offsetof(recom_cuda::Pointing, address) == kHead);
 
-  explicit Parameters(int64_t pointers) {
+  explicit Parameters(size_t pointers) {
     static thread_local std::vector<uint64_t> storage;
-    storage.resize(std::max<size_t>(storage.size(), kHead / 8 + pointers));
+    storage.resize(std::max(storage.size(), kHead / 8 + pointers));
     words = storage.data();
   }
+  uint64_t* buffers() const { return words + kHead / 8; }
   uint64_t* words;
 };
+
+// The address of a launch's buffer i.
+uint64_t address_of(const PreparedCall& call, const CudaArguments& a, size_t b) {
+  const void* data = b < call.n_operands ? a.operands[b].data : a.results[b - call.n_operands].data;
+  return reinterpret_cast<uint64_t>(data);
+}
+
+// Writes the addresses of a launch's buffers into the call's table, on the stream. Returns all
+// their bits.
+uint64_t fill_table(const Driver& driver, const PreparedCall& call, const CudaArguments& a,
+                    const std::vector<int>& buffers, cuda::Stream stream) {
+  const auto to = reinterpret_cast<uint64_t>(a.table.data);
+  const bool bytes = a.table.dtype == dtype::k_U8 && a.table.rank == 1;
+  if (!bytes || to % 8 != 0 || a.table.dims[0] / 8 < static_cast<int64_t>(buffers.size())) {
+    throw ProgramError("recom call: no table for the addresses of its buffers");
+  }
+  const Parameters parameters(recom_cuda::kPointed);
+  void* arguments[] = {parameters.words};
+  uint64_t bits = 0;
+  for (size_t at = 0; at < buffers.size(); at += recom_cuda::kPointed) {
+    const size_t n = std::min<size_t>(buffers.size() - at, recom_cuda::kPointed);
+    parameters.words[0] = to + 8 * at;
+    parameters.words[1] = n;
+    for (size_t i = 0; i < n; ++i) {
+      bits |= parameters.buffers()[i] = address_of(call, a, buffers[at + i]);
+    }
+    const auto blocks = static_cast<unsigned>((n - 1) / recom_cuda::kThreads + 1);
+    driver.check(driver.launch(call.functions.point, blocks, 1, 1, recom_cuda::kThreads, 1, 1, 0,
+                               stream, arguments, nullptr),
+                 "launch the table's kernel");
+  }
+  return bits;
+}
 
 }  // namespace
 
@@ -266,22 +309,22 @@ const PreparedCall& prepare_call(const CudaArguments& a) {
 void launch_call(const PreparedCall& call, const CudaArguments& a, cuda::Stream stream) {
   const Driver& driver = Driver::get();
   const cuda::DeviceScope scope(driver, call.device);
-  const Parameters parameters(call.pointers);
-  uint64_t* const buffers = parameters.words + Parameters::kHead / 8;
-  void* arguments[] = {parameters.words};
   for (const PreparedCall::Launch& l : call.launches) {
     uint64_t bits = 0;
-    for (size_t i = 0; i < l.buffers.size(); ++i) {
-      const size_t b = l.buffers[i];
-      const void* data =
-          b < call.n_operands ? a.operands[b].data : a.results[b - call.n_operands].data;
-      buffers[i] = reinterpret_cast<uint64_t>(data);
-      bits |= buffers[i];
+    if (call.pointers == 0) bits = fill_table(driver, call, a, l.buffers, stream);
+    const Parameters parameters(std::max<size_t>(call.pointers, 1));
+    if (call.pointers == 0) {
+      parameters.buffers()[0] = reinterpret_cast<uint64_t>(a.table.data);
+    } else {
+      for (size_t i = 0; i < l.buffers.size(); ++i) {
+        bits |= parameters.buffers()[i] = address_of(call, a, l.buffers[i]);
+      }
     }
     const bool aligned = bits % kBaseAlignment == 0;
     parameters.words[0] = aligned ? l.tiles : l.unaligned;
     parameters.words[1] = l.words;
-    driver.check(driver.launch(call.function, aligned ? l.n_tiles : l.n_unaligned, 1, 1,
+    void* arguments[] = {parameters.words};
+    driver.check(driver.launch(call.functions.fused, aligned ? l.n_tiles : l.n_unaligned, 1, 1,
                                recom_cuda::kThreads, 1, 1, 0, stream, arguments, nullptr),
                  "launch the fused kernel");
     ++cuda_stats().kernel_launches;

@@ -23,6 +23,9 @@ struct CudaArguments {
   int64_t pointers;
   std::vector<Buffer> operands, results;
   int device;  // ordinal
+  // Where pointers is 0: memory of this execution for the addresses of all buffers, a result of the
+  // call that nobody reads. Not of the prepared call, which runs on several streams at once.
+  Buffer table{};
 };
 
 class PreparedCall;

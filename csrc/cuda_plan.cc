@@ -37,7 +37,7 @@ class Planner {
 
   CudaPlan run() {
     if (call_.sms < 1) fail("a device without multiprocessors");
-    if (call_.pointers < 1 || call_.pointers > RECOM_POINTERS) fail("a bad number of pointers");
+    if (call_.pointers < 0 || call_.pointers > RECOM_POINTERS) fail("a bad number of pointers");
     launch_ = decode_launch(p_, call_.launch);
     if (call_.slice_positions > 0) launch_.choice.slice_positions = call_.slice_positions;
     bind_layout(p_, call_.operands, call_.layout, call_.n_layout, &operands_, &places_);
@@ -181,7 +181,8 @@ class Planner {
       if (b < 0 || !index_.emplace(b, static_cast<int>(buffers->size())).second) continue;
       buffers->push_back(b);
     }
-    if (buffers->size() <= static_cast<size_t>(call_.pointers)) return true;
+    const int most = call_.pointers > 0 ? call_.pointers : recom_cuda::kMaxBuffers;
+    if (buffers->size() <= static_cast<size_t>(most)) return true;
     buffers->resize(before);
     return false;
   }

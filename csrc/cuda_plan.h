@@ -35,7 +35,7 @@ struct CudaCall {
   // Only dtypes and dims are read: data may be null.
   std::vector<Buffer> operands, results;
   int sms;                     // multiprocessors of the device
-  int pointers;                // buffers that one launch may name
+  int pointers;                // buffers that one launch may name, 0: any number, in a table
   double slice_positions = 0;  // instead of the launch words' (see PlanChoice), 0: theirs
 };
 

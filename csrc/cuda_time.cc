@@ -1,7 +1,9 @@
 #include "cuda_time.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "cuda_driver.h"
 #include "recom_abi.h"
@@ -38,7 +40,23 @@ struct Prepared {
   Memory tiles, words;
   unsigned blocks;
   std::vector<char> params;
+  Memory table;                           // of addresses, where they are no parameters
+  std::vector<std::vector<char>> points;  // parameters of the kernel that fills it
 };
+
+// Parameters of recom_point for all buffers of a launch.
+std::vector<std::vector<char>> points_of(Pointer table, const std::vector<uint64_t>& buffers) {
+  std::vector<std::vector<char>> out;
+  for (size_t at = 0; at < buffers.size(); at += recom_cuda::kPointed) {
+    const size_t n = std::min<size_t>(buffers.size() - at, recom_cuda::kPointed);
+    std::vector<char> p(sizeof(recom_cuda::Pointing));
+    const uint64_t head[2] = {table + 8 * at, n};
+    std::memcpy(p.data(), head, 16);
+    std::memcpy(p.data() + 16, buffers.data() + at, 8 * n);
+    out.push_back(std::move(p));
+  }
+  return out;
+}
 
 }  // namespace
 
@@ -52,16 +70,28 @@ std::vector<double> time_launches(std::string_view image, int pointers,
   d.check(d.module_load(&module, text.c_str(), 0, nullptr, nullptr), "load a module");
   Function kernel;
   d.check(d.module_function(&kernel, module, "recom_fused"), "find the kernel");
+  Function point = nullptr;
+  if (pointers == 0) {
+    d.check(d.module_function(&point, module, "recom_point"), "find the table's kernel");
+  }
   Stream stream;
   d.check(d.stream_create(&stream, kStreamNonBlocking), "create a stream");
   std::vector<Prepared> prepared;
   for (const TimedLaunch& l : launches) {
-    Prepared p{Memory(d, l.tiles, stream), Memory(d, l.words, stream),
+    const size_t named = pointers ? static_cast<size_t>(pointers) : 1;
+    Prepared p{Memory(d, l.tiles, stream),
+               Memory(d, l.words, stream),
                static_cast<unsigned>(l.tiles.size() / sizeof(recom_cuda::Tile)),
-               std::vector<char>(16 + 8 * static_cast<size_t>(pointers))};
-    const uint64_t head[2] = {p.tiles.at(), p.words.at()};
-    std::memcpy(p.params.data(), head, 16);
-    std::memcpy(p.params.data() + 16, l.buffers.data(), l.buffers.size() * 8);
+               std::vector<char>(16 + 8 * named),
+               Memory(d, pointers ? 0 : 8 * l.buffers.size()),
+               {}};
+    const uint64_t head[3] = {p.tiles.at(), p.words.at(), p.table.at()};
+    std::memcpy(p.params.data(), head, sizeof head);
+    if (pointers) {
+      std::memcpy(p.params.data() + 16, l.buffers.data(), l.buffers.size() * 8);
+    } else {
+      p.points = points_of(p.table.at(), l.buffers);
+    }
     prepared.push_back(std::move(p));
   }
   const Memory flush(d, static_cast<size_t>(flush_bytes));
@@ -71,6 +101,13 @@ std::vector<double> time_launches(std::string_view image, int pointers,
   const auto call = [&] {
     for (Prepared& p : prepared) {
       if (p.blocks == 0) continue;
+      for (auto& given : p.points) {
+        void* args[] = {given.data()};
+        constexpr unsigned kBlocks = (recom_cuda::kPointed - 1) / recom_cuda::kThreads + 1;
+        d.check(
+            d.launch(point, kBlocks, 1, 1, recom_cuda::kThreads, 1, 1, 0, stream, args, nullptr),
+            "launch");
+      }
       void* args[] = {p.params.data()};
       d.check(
           d.launch(kernel, p.blocks, 1, 1, recom_cuda::kThreads, 1, 1, 0, stream, args, nullptr),

@@ -32,7 +32,12 @@ std::optional<ffi::Error> read_arguments(int32_t device, ffi::RemainingArgs args
           {},
           {},
           device};
-  return read_buffers(args, rets, &out->operands, &out->results);
+  if (auto error = read_buffers(args, rets, &out->operands, &out->results)) return error;
+  if (a.pointers == 0 && !out->results.empty()) {  // the last one is the table
+    out->table = out->results.back();
+    out->results.pop_back();
+  }
+  return std::nullopt;
 }
 
 ffi::Error cuda_initialize(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,

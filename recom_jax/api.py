@@ -70,11 +70,15 @@ class OptimizedFunction:
         # Calls with values, where they are measured: JAX would take them for what it traced inside another function.
         self._measured = jax.jit(self._measured_body, **static) if options.tune else self._jitted
         self._buckets = Buckets(fn, signature, options) if options.batch_buckets else None
+        # Most calls are JAX's alone: half a microsecond of Python is what small functions would notice.
+        self._direct = self._buckets is None and not options.tune
         self._reports: dict[Any, Report] = {}
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            if self._direct:
+                return self._jitted(*args, **kwargs)
             if self._buckets is not None and not compat.tracing():
                 return self._buckets.call(self._run, args, kwargs)
             return self._run(*args, **kwargs)

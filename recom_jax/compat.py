@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -209,6 +210,11 @@ def register_primitive(
     mlir.register_lowering(prim, lower_default)
     mlir.register_lowering(prim, lower_cpu, platform="cpu")
     mlir.register_lowering(prim, lower_cuda, platform="cuda")
+
+
+def uncommitted(x: Any) -> Any:
+    """The same memory as an array that is committed to no device, as what `jax.numpy` makes is."""
+    return _array.ArrayImpl(x.aval, x.sharding, [x.addressable_data(0)], committed=False)
 
 
 def register_transpose(prim: Any, rule: Callable[..., Any]) -> None:

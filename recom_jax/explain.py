@@ -65,7 +65,8 @@ class GradientReport:
 
     Attributes:
       table: the path of the argument, or "constant[k]", or "a computed table".
-      status: "fused": one custom call (on a CPU); "xla": the derivative of the columns as they are written.
+      status: "fused": one custom call on a CPU, a sort between two on a GPU; "xla": the derivative of the columns as
+        they are written.
       reason: why it is not fused ("" if it is).
     """
 
@@ -310,10 +311,7 @@ def _gradients(call: FusedCall, names: tuple[str, ...], platform: str) -> list[G
         for k, v in enumerate(variables)
         if len(v.aval.shape) >= 2 and ir.is_float(str(v.aval.dtype))
     ]
-    why = dict(refused(call, floats))
-    if platform != "cpu":
-        for k in floats:
-            why[k] = why[k] or f"on {platform} the backward pass is JAX's own"
+    why = refused(call, floats, platform)
     return [
         GradientReport(names[k], "xla" if why[k] else "fused", why[k])
         for k in floats

@@ -86,15 +86,22 @@ def is_partitioned(ctx: Any) -> bool:
     return True
 
 
-def _lower_call(ctx: Any, operands: Sequence[Any], call: FusedCall, **attributes: Any) -> Any:
+def _lower_call(
+    ctx: Any, operands: Sequence[Any], call: FusedCall, scratch: int = 0, **attributes: Any
+) -> Any:
+    """The custom call; `scratch`: bytes of memory for each execution, a last result that nobody reads."""
     rule = jax.ffi.ffi_lowering(ffi.FUSED)
-    return rule(
-        ctx.replace(avals_in=ctx.avals_in[: call.n_physical]),
+    outs = list(ctx.avals_out)
+    if scratch:
+        outs.append(jax.core.ShapedArray((scratch,), np.dtype(np.uint8)))
+    results = rule(
+        ctx.replace(avals_in=ctx.avals_in[: call.n_physical], avals_out=outs),
         *operands[: call.n_physical],
         program=call.encoded.words,
         hash=call.encoded.digest,
         **attributes,
     )
+    return results[: len(ctx.avals_out)]
 
 
 def lower_cpu(ctx: Any, *operands: Any, call: FusedCall) -> Any:
@@ -144,6 +151,7 @@ def lower_cuda(ctx: Any, *operands: Any, call: FusedCall) -> Any:
         ctx,
         operands,
         call,
+        kernel.table_bytes(made, n_buffers),
         launch=made.launch,
         ptx=made.image,
         digest=made.digest,

@@ -49,6 +49,9 @@ def compare(seeds: Sequence[int], layout_seed: int, batch: int, draws: int = 1) 
             assert_same(got, want, bounds)
             lost += n
         report = optimized.explain(model.params, b)
+        assert not report.unfused_on_cuda, (
+            report.unfused_on_cuda
+        )  # plain JAX would be compared with itself
     except Exception as why:
         raise AssertionError(
             f"seeds={list(seeds)!r} layout_seed={layout_seed} batch={batch} draws={draws}\n{why}\n{model.source}"

@@ -3,16 +3,18 @@
 import dataclasses
 import json
 import pathlib
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import compare, driver, machine, record, report, steady
-from benchmarks.cases import ALL, columns_e
-from benchmarks.context import Settings
+from benchmarks import compare, driver, machine, pieces, record, report, steady
+from benchmarks.cases import ALL, columns_e, gpu_profile
+from benchmarks.context import Context, Settings
 from benchmarks.record import Result, Row, Target
 from benchmarks.timing import Contestant, Plan, Samples, interleave, paired_difference, paired_ratio
+from benchmarks.turns import Turns
 
 pytestmark = pytest.mark.once
 
@@ -219,3 +221,98 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
     assert driver.settings_of(args).batches == (3, 4)
     again = driver.parser().parse_args(driver.command_of(args, "micro", tmp_path)[3:])
     assert driver.settings_of(again) == driver.settings_of(args)
+
+
+def test_a_case_in_pieces_goes_on(tmp_path: pathlib.Path) -> None:
+    settings = dataclasses.replace(QUICK, batches=(8, 16))
+    only = pieces.Beside(only=("batch 8",))
+    path = driver.run_case("gpu_model_f", settings, tmp_path, beside=only)
+    assert record.read(path)["facts"]["missing"] == "batch 16"
+    assert not driver.is_done(path, settings)
+    assert not [t for t in record.targets_of(record.read(path)) if "geometric" in t.name]
+
+    kept = {n: pieces.path_of(tmp_path / "kept", "gpu_model_f", f"batch {n}") for n in (8, 16)}
+    data = record.read(kept[8])
+    data["facts"]["ratios"] = {"16": data["facts"]["ratios"]["8"]}
+    record.write(kept[16], data)
+    before = kept[8].read_bytes()
+    driver.run_case("gpu_model_f", settings, tmp_path)
+    assert kept[8].read_bytes() == before  # not measured again
+    assert driver.is_done(path, settings)
+    assert [t for t in record.targets_of(record.read(path)) if "geometric" in t.name]
+    assert len(record.rows_of(record.read(path))) == 2 * len(data["rows"])
+
+    with pytest.raises(RuntimeError, match="no piece 'batch 9', but batch 8, batch 16"):
+        driver.run_case("gpu_model_f", settings, tmp_path, beside=pieces.Beside(only=("batch 9",)))
+    assert pieces.read(kept[8], dataclasses.replace(settings, batch=99)) is None
+
+
+def test_pieces_that_do_not_end_are_ended(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(RuntimeError, match=r"no piece was measured.*not begun"):
+        driver.run_case("gpu_model_e", QUICK, tmp_path, beside=pieces.Beside(seconds=0.0))
+
+
+def test_timed_parts_take_turns(tmp_path: pathlib.Path) -> None:
+    """A timed part waits for compilers and for other timed parts; its patience with compilers ends."""
+    quick, slow = Turns(tmp_path, patience=0.0), Turns(tmp_path)
+    seen: list[str] = []
+    with quick.timed() as quiet:
+        assert quiet
+    with quick.compiling(), quick.compiling(), quick.timed() as quiet:  # side by side
+        assert not quiet
+
+    def timed() -> None:
+        with slow.timed() as quiet:
+            seen.append(f"timed, quiet {quiet}")
+
+    with slow.compiling():
+        thread = threading.Thread(target=timed)
+        thread.start()
+        thread.join(0.3)
+        seen.append("compiled")
+    thread.join(30)
+    assert seen == ["compiled", "timed, quiet True"]
+    with Turns().timed() as quiet, Turns().compiling():
+        assert quiet
+
+
+def test_first_calls_are_kept_with_compiled_code(tmp_path: pathlib.Path) -> None:
+    context = Context(QUICK, tmp_path, compiled=tmp_path / "compiled")
+    assert context.first_call("slow", 1.5) == 1.5
+    assert context.first_call("slow", 40.0) == 40.0
+    assert context.first_call("slow", 2.5) == 40.0  # XLA's code came from the folder
+    assert Context(QUICK, tmp_path).first_call("slow", 2.5) == 2.5
+
+
+def test_what_nsight_compute_prints() -> None:
+    text = """==PROF== Connected to process 7
+e: tables in 3.0 s
+"ID","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","GPU Speed Of Light Throughput","Duration","us","1,053.50"
+"0","GPU Speed Of Light Throughput","L2 Cache Throughput","%","61.5"
+"0","Command line profiler metrics","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio","inst","1.0"
+"0","Command line profiler metrics","smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","inst","3.0"
+"0","Occupancy","Note","",""
+"""
+    rows, numbers = gpu_profile.rows_of("model", gpu_profile.metrics(text))
+    assert numbers == "duration 1053.5 us"
+    assert [(r.contestant, r.median) for r in rows] == [
+        ("second-level cache, of its peak", 61.5),
+        ("barrier", 75.0),
+        ("wait", 25.0),
+    ]
+    with pytest.raises(RuntimeError, match=r"measured nothing.*ERR_NVGPUCTRPERM"):
+        gpu_profile.metrics("==PROF== x\n==ERROR== ERR_NVGPUCTRPERM - no permission\n")
+
+
+def test_plans_beside_training_are_summed_up_in_a_table() -> None:
+    def row(contestant: str, ms: float) -> dict[str, Any]:
+        made = Row.single("RAP plan 2", contestant, "numpy arrays", "ms", [ms])
+        return dataclasses.asdict(made)
+
+    modes = [("no preprocessing", 2.0), ("sequential, unfused", 5.0), ("co-run", 2.5)]
+    rows = [row(*mode) for mode in modes]
+    made = report.corun_table([{"case": "gpu_corun_2_4096", "rows": rows}])
+    assert made[2].startswith("| RAP plan 2 | 2 | 5 |") and made[2].endswith("| 1.250 | 2.00 |")
+    assert not report.corun_table([{"case": "sparse", "rows": rows}])
+    assert not report.corun_table([{"case": "gpu_corun_2_4096", "rows": rows[:2]}])

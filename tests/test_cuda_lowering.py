@@ -161,8 +161,20 @@ def test_failures_fall_back_and_say_so(monkeypatch, error, reason):
 
 def test_buckets():
     assert [kernel.bucket(n) for n in (1, 32, 33, 512, 513, 4064, 9999)] == [
-        *(32, 32, 512, 512, 4064, 4064, 4064)
+        *(32, 32, 512, 512, 4064, 4064, kernel.TABLE)
     ]
+
+
+def test_a_call_of_many_buffers_has_a_table(monkeypatch):
+    """Beyond what parameters hold: one more result, that only the kernel sees."""
+    monkeypatch.setattr(kernel, "BUCKETS", (4,))
+    text = exported(recom_jax.optimize(model, options=VERIFY), *inputs())
+    (call,) = re.findall(r"custom_call @recom_fused_v1.*", text)
+    assert "pointers = 0 : i64" in call
+    n = int(re.search(r"tensor<(\d+)xui8>", call.rsplit("->", 1)[1]).group(1))
+    assert n % 8 == 0
+    assert n // 8 > 4
+    assert "recom_point" in attributes(text)["ptx"]
 
 
 def test_an_older_driver_gets_machine_code(monkeypatch):

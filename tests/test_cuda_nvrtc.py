@@ -27,7 +27,7 @@ def compiler():
         pytest.skip(str(why))
 
 
-@pytest.mark.parametrize(("pointers", "size"), [(32, 272), (512, 4112), (4064, 32528)])
+@pytest.mark.parametrize(("pointers", "size"), [(32, 272), (512, 4112), (4064, 32528), (0, 24)])
 def test_ptx(pointers, size):
     made = nvrtc.ptx(KERNEL, pointers)
     assert ".target sm_80" in made.text

@@ -274,6 +274,17 @@ def test_launches_split_by_buffers():
         call.plan(pointers=2)
 
 
+def test_a_table_takes_any_number_of_buffers():
+    call = lookups(20, 16)
+    (launch,) = call.plan(pointers=0)
+    launch["pointers"] = len(launch["buffers"])  # what it may name
+    check_tiles(call, [launch])
+    assert units_covered([launch]) == 20
+    assert sorted(launch["buffers"]) == list(range(len(call.operands) + len(call.results)))
+    with pytest.raises(ValueError, match="number of pointers"):
+        call.plan(pointers=-1)
+
+
 def test_grid_is_bounded():
     (launch,) = lookups(64, 2048, dim=8).plan(sms=4)
     assert len(launch["tiles"]) <= 64 * 2048 * 2 / 256  # never less than a pass

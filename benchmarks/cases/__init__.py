@@ -12,8 +12,13 @@ from benchmarks.cases import (
     corun,
     first_result,
     gpu,
+    gpu_ablation,
     gpu_corun,
+    gpu_corun_mesh,
     gpu_end_to_end,
+    gpu_profile,
+    gpu_scaling,
+    gpu_tuned,
     idioms,
     micro,
     models,
@@ -25,6 +30,7 @@ from benchmarks.cases import (
     tensorflow_e,
 )
 from benchmarks.context import Context
+from benchmarks.pieces import Join, Pieces
 from benchmarks.record import Result
 
 
@@ -32,15 +38,18 @@ from benchmarks.record import Result
 class Case:
     """`minutes` is about what it takes on a quiet machine with two cores.
 
-    `gpu`: it needs one. `package`: what must be installed besides, or "".
+    `gpu`: it needs one. `package`: what must be installed besides, or "". A case has `run`, or `pieces` (and what
+    `finish` makes of those that are there).
     """
 
     name: str
     title: str
     minutes: float
-    run: Callable[[Context], Result]
+    run: Callable[[Context], Result] | None = None
     gpu: bool = False
     package: str = ""
+    pieces: Pieces | None = None
+    finish: Join | None = None
 
     @property
     def can_run(self) -> bool:
@@ -67,38 +76,92 @@ ALL = (
         tensorflow_e.run,
         package="tensorflow",
     ),
-    Case("corun", "RAP: preprocessing beside training", 8, corun.run),
+    *(
+        Case(
+            f"corun_{number}",
+            f"RAP's plan {number}: preprocessing beside training",
+            2,
+            functools.partial(corun.run, number=number),
+        )
+        for number in (0, 2, 3)
+    ),
     Case("backward", "Gradients of tables, fused and dense", 6, backward.run),
     Case("sparse", "Sparse training steps by table size", 5, sparse.run),
     Case("idioms", "Every idiom against plain jit", 5, idioms.run),
     Case("gpu_recflex", "CUDA: kernel times of RecFlex", 2, gpu.run_recflex, gpu=True),
-    Case("gpu_kernels", "CUDA: kernel times of E and F", 3, gpu.run_kernels, gpu=True),
+    Case(
+        "gpu_kernels",
+        "CUDA: kernel times of E and F",
+        4,
+        gpu=True,
+        pieces=gpu.kernel_pieces,
+        finish=gpu.finish_kernels,
+    ),
     Case(
         "gpu_model_e",
         "CUDA: model E from numpy arrays, beside plain JAX",
-        2,
-        functools.partial(gpu_end_to_end.run, kind="model_e"),
+        4,
         gpu=True,
+        pieces=functools.partial(gpu_end_to_end.pieces, kind="model_e"),
+        finish=functools.partial(gpu_end_to_end.finish, kind="model_e"),
     ),
     Case(
         "gpu_model_f",
         "CUDA: model F from numpy arrays, beside plain JAX",
-        2,
-        functools.partial(gpu_end_to_end.run, kind="model_f"),
+        4,
         gpu=True,
+        pieces=functools.partial(gpu_end_to_end.pieces, kind="model_f"),
+        finish=functools.partial(gpu_end_to_end.finish, kind="model_f"),
+    ),
+    Case(
+        "gpu_scaling",
+        "CUDA: scaling in columns and batch",
+        6,
+        gpu=True,
+        pieces=gpu_scaling.pieces,
+    ),
+    Case(
+        "gpu_ablation",
+        "CUDA: kernel times with parts left out",
+        3,
+        gpu=True,
+        pieces=gpu_ablation.pieces,
+    ),
+    Case(
+        "gpu_tuned",
+        "CUDA: what tuning gains",
+        5,
+        gpu=True,
+        pieces=gpu_tuned.pieces,
+    ),
+    Case(
+        "gpu_profile",
+        "CUDA: Nsight Compute of the fused kernel",
+        3,
+        gpu=True,
+        pieces=gpu_profile.pieces,
     ),
     Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
     *(
         Case(
-            f"gpu_corun_{number}",
-            f"CUDA: RAP's plan {number} beside training"
-            if number < 4
-            else "CUDA: a heavier plan beside training",
-            2,
-            functools.partial(gpu_corun.run, number=number),
+            f"gpu_corun_{number}_{size}",
+            f"CUDA: {'RAP' if number < 4 else 'not RAP'}'s plan {number} beside training, batch {size:,}",
+            1,
+            functools.partial(gpu_corun.run, number=number, size=size),
             gpu=True,
         )
         for number in range(5)
+        for size in gpu_corun.BATCHES
+    ),
+    *(
+        Case(
+            f"gpu_corun_mesh_{number}",
+            f"CUDA: RAP's plan {number} over all GPUs",
+            2,
+            functools.partial(gpu_corun_mesh.run, number=number),
+            gpu=True,
+        )
+        for number in (0, 2, 3)
     ),
 )
 CASES = {case.name: case for case in ALL}

@@ -19,8 +19,9 @@ from recom_jax.options import Options
 from recom_jax.program import Program
 
 # Buffers that a launch may name: its parameters take 8 bytes for each, which the driver copies at every launch. The
-# last is what fits a kernel's parameters; a call with more buffers makes several launches.
+# last is what fits a kernel's parameters; a call with more buffers has a table of them on the device (TABLE).
 BUCKETS = (32, 512, 4064)
+TABLE = 0
 # Parameters of more than 4 KiB, and the PTX for them.
 _OLDEST_DRIVER = (12, 1)
 _KEEP = 1024
@@ -35,7 +36,7 @@ class Kernel:
       launch: launch words.
       image: PTX, or machine code where the driver here is older than the compiler.
       digest: hex digest of the image.
-      pointers: buffers that one launch may name.
+      pointers: buffers that one launch may name; 0: any number, in a table on the device.
     """
 
     source: str
@@ -50,8 +51,13 @@ _MADE: collections.OrderedDict[tuple[str, int, str, Schedule], Kernel] = collect
 
 
 def bucket(n_buffers: int) -> int:
-    """The smallest bucket that holds a call's buffers, or the largest."""
-    return next((b for b in BUCKETS if n_buffers <= b), BUCKETS[-1])
+    """The smallest bucket that holds a call's buffers, or `TABLE`."""
+    return next((b for b in BUCKETS if n_buffers <= b), TABLE)
+
+
+def table_bytes(kernel: Kernel, n_buffers: int) -> int:
+    """Bytes of the table that each execution of a call needs; 0 if parameters hold its buffers."""
+    return 8 * n_buffers if kernel.pointers == TABLE else 0
 
 
 def kernel_for(
@@ -141,4 +147,4 @@ def _dump(kernel: Kernel, arch: str, options: Options) -> None:
     pipeline.dump(options, cuda=kernel.source, ptx=ptx, sass=taken)
 
 
-__all__ = ["BUCKETS", "Kernel", "bucket", "kernel_for", "native_arch"]
+__all__ = ["BUCKETS", "TABLE", "Kernel", "bucket", "kernel_for", "native_arch", "table_bytes"]

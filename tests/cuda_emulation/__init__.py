@@ -14,6 +14,7 @@ from tests.cuda_emulation.programs import (
     Options,
     compiled,
     emulate,
+    fill_table,
     interpret,
     packed,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "Options",
     "compiled",
     "emulate",
+    "fill_table",
     "interpret",
     "kernel",
     "memory",

@@ -21,6 +21,7 @@ import numpy as np
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 HEADERS = ROOT / "recom_jax" / "cuda" / "headers"
+POINTED = 7  # addresses that one launch adds to a table
 POINTERS = 256  # buffers of a launch; each thread has its own copy of a kernel's parameters
 GUARD = 512  # bytes between buffers
 
@@ -242,6 +243,8 @@ def kernel(
         name,
         params,
     )
-    command = [*COMMON, *KERNEL, f"-DRECOM_POINTERS={pointers}", f"-I{HERE}", f"-I{HEADERS}"]
+    # Each thread has a copy of the parameters on its stack, so they are small here.
+    defined = [f"-DRECOM_POINTERS={pointers}", f"-DRECOM_POINTED={POINTED}"]
+    command = [*COMMON, *KERNEL, *defined, f"-I{HERE}", f"-I{HEADERS}"]
     path = _built(_headers(), {"kernel.cc": whole}, [*command, *extra, "kernel.cc"])
     return Kernel(path, ctypes.CDLL(str(path)))

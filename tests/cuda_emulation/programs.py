@@ -15,7 +15,7 @@ import recom_jax
 from recom_jax import _recom, compat, cpu, pipeline, trace
 from recom_jax.lowering import fused_p
 from recom_jax.program import Program
-from tests.cuda_emulation.build import POINTERS, EmulationError, kernel, memory
+from tests.cuda_emulation.build import POINTED, POINTERS, EmulationError, kernel, memory
 from tests.cuda_emulation.tiles import Launch, Place, plan
 
 Array = np.ndarray[Any, Any]
@@ -30,7 +30,7 @@ class Options:
       tiles: "real" (csrc/cuda_plan.cc), "unaligned" (its other tiles, on buffers that allow no wide accesses),
         "simple" (one tile a unit) or a seed for tiles of arbitrary shapes.
       order: of threads, see `Kernel.launch`.
-      pointers: buffers a launch may name.
+      pointers: buffers a launch may name; 0: any number, in a table.
       sms: multiprocessors that the real plan spreads its tiles over.
       slice_positions: least positions of a jagged bag's slice in the real plan, 0: as the plan likes.
       schedule: of the kernel and the real plan; None: the untuned one.
@@ -82,20 +82,34 @@ def emulate(
     m = memory(operands, results, shifted=options.tiles == "unaligned")
     regions = list(m.regions)
     for launch in launches:
-        if len(launch.buffers) > options.pointers:
+        if len(launch.buffers) > options.pointers > 0:
             raise EmulationError(f"a launch of {len(launch.buffers)} buffers")
         if launch.grid == 0:
             continue
         pointers = [regions[b].base for b in launch.buffers]
         # Buffers that the launch doesn't name are null, and no other launch's.
         pointers += [0] * (options.pointers - len(pointers))
-        params = struct.pack(
-            f"<QQ{options.pointers}Q", m.add(launch.tiles), m.add(launch.words), *pointers
-        )
+        if options.pointers == 0:
+            pointers = [m.add(fill_table(pointers))]
+        head = m.add(launch.tiles), m.add(launch.words)
+        params = struct.pack(f"<{2 + len(pointers)}Q", *head, *pointers)
         compiled.launch(params, launch.grid, m, order=options.order)
     for a, b in zip(operands, m.arrays, strict=False):
         assert a.tobytes() == b.tobytes(), "an operand changed"
     return [a.copy() for a in m.arrays[len(operands) :]]
+
+
+def fill_table(addresses: Sequence[int], order: int = 0) -> bytes:
+    """What `recom_point` makes of addresses, launch by launch."""
+    fill = kernel('#include "recom_tile.cuh"', "recom_point", "recom_cuda::Pointing", pointers=0)
+    m = memory([], [np.empty(len(addresses), np.uint64)])
+    (table,) = m.regions
+    for at in range(0, len(addresses), POINTED):
+        some = addresses[at : at + POINTED]
+        rest = [0] * (POINTED - len(some))
+        params = struct.pack(f"<{2 + POINTED}Q", table.base + 8 * at, len(some), *some, *rest)
+        fill.launch(params, -(-len(some) // 256), m, order=order)
+    return m.arrays[0].tobytes()
 
 
 def _launches(

@@ -4,7 +4,8 @@
 #ifndef RECOM_JAX_CUDA_ABI_H_
 #define RECOM_JAX_CUDA_ABI_H_
 
-// Buffers that one launch may name. A kernel's parameters may take 32,764 bytes.
+// Buffers that one launch may name. A kernel's parameters may take 32,764 bytes. 0: any number, in an array on the
+// device that kernel recom_point fills.
 #ifndef RECOM_POINTERS
 #define RECOM_POINTERS 4064
 #endif
@@ -42,11 +43,28 @@ struct Tile {
 // A column's words: the number of bags, then the class's slots. IMM and DIM slots hold their value, OPERAND and
 // RESULT slots a place: index of the launch's buffer << kOffsetBits | byte offset.
 constexpr int kOffsetBits = 44;
+constexpr int kMaxBuffers = 1 << 19;  // what is left for an index, the sign not used
 
 struct Params {
   const Tile* tiles;
   const long long* words;
+#if RECOM_POINTERS > 0
   const unsigned char* buffer[RECOM_POINTERS];
+#else
+  const unsigned char* const* buffer;
+#endif
+};
+
+// Parameters of recom_point: addresses for `to[0, n)`. They are copied when the launch is recorded, so a CUDA graph that
+// is launched much later still has them.
+#ifndef RECOM_POINTED
+#define RECOM_POINTED 4080
+#endif
+constexpr int kPointed = RECOM_POINTED;
+struct Pointing {
+  const unsigned char** to;
+  long long n;
+  const unsigned char* address[kPointed];
 };
 
 RECOM_ABI_FN constexpr int power_of_two(int n) {

@@ -78,12 +78,11 @@ __device__ __noinline__ void class_0_any(const Params& p) {
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r8[kFlight];
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) r8[u] = team.share(now[u / kShare].r8, g + u);
+            share_flight<kFlight>(team, r8, g, [&](int i) { return now[i].r8; });
             Row<f32, kVec> x1[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r8[u] >= 0) x1[u] = fetch<f32, kVec>(mine1, r8[u], 8);
+              if (r8[u] >= 0) x1[u] = fetch<f32, kVec, true>(mine1, r8[u], 8);
             }
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
@@ -137,6 +136,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       const bool has = on && mine < 8;
       const i32 f = mine < 8 ? mine : 0;
       Row<f32, kVec> r1 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
+      int element1 = -1;
       f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank);
       {
         const i32 total = static_cast<i32>(s2);
@@ -185,12 +185,11 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r8[kFlight];
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) r8[u] = team.share(now[u / kShare].r8, g + u);
+            share_flight<kFlight>(team, r8, g, [&](int i) { return now[i].r8; });
             Row<f32, kVec> x1[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r8[u] >= 0) x1[u] = fetch<f32, kVec>(mine1, r8[u], 8);
+              if (r8[u] >= 0) x1[u] = fetch<f32, kVec, true>(mine1, r8[u], 8);
             }
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
@@ -198,13 +197,13 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        if (kShare == 1 || most > 0) join_slices<kSum>(r1, kLanes, kSlices); else r1 = spread<kVec>(immediate<f32>(0));
+        if (kShare == 1 || most > 0) element1 = join_rows<kSum, kLanes>(r1, kSlices); else r1 = spread<kVec>(immediate<f32>(0));
         if (kShare == 1 || most > 0) join_slices<kSum>(r9, kLanes / kShare, team.size); else r9 = immediate<f32>(0);
       }
       const f32 r11 = immediate<f32>(1065353216);
       const f32 r12 = x_max(r9, r11);
       const Row<f32, kVec> r13 = x_div(r1, r12);
-      if (has && me.slice == 0) store(out + i64{bag} * 8 + f, r13);
+      if (has) store_joined(out + i64{bag} * 8 + f, r13, me.slice, element1);
     }
   }
   if (!block_ascends(seg_0, s2)) return class_0_any(p);

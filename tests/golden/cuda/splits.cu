@@ -77,12 +77,11 @@ __device__ __noinline__ void class_0_any(const Params& p) {
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r11[kFlight];
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) r11[u] = team.share(now[u / kShare].r11, g + u);
+            share_flight<kFlight>(team, r11, g, [&](int i) { return now[i].r11; });
             Row<f32, kVec> x4[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r11[u] >= 0) x4[u] = fetch<f32, kVec>(mine4, r11[u], 40);
+              if (r11[u] >= 0) x4[u] = fetch<f32, kVec, true>(mine4, r11[u], 40);
             }
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
@@ -130,6 +129,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       const bool has = on && mine < 40;
       const i32 f = mine < 40 ? mine : 0;
       Row<f32, kVec> r4 = spread<kVec>(start_of<kMax>(immediate<f32>(static_cast<i64>(4286578688ull)), me.slice));
+      int element4 = -1;
       {
         const i32 total = static_cast<i32>(s2);
         const Range span = split_range(splits_3, s7, total, bag);
@@ -173,12 +173,11 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r11[kFlight];
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) r11[u] = team.share(now[u / kShare].r11, g + u);
+            share_flight<kFlight>(team, r11, g, [&](int i) { return now[i].r11; });
             Row<f32, kVec> x4[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r11[u] >= 0) x4[u] = fetch<f32, kVec>(mine4, r11[u], 40);
+              if (r11[u] >= 0) x4[u] = fetch<f32, kVec, true>(mine4, r11[u], 40);
             }
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
@@ -186,9 +185,9 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        if (kShare == 1 || most > 0) join_slices<kMax>(r4, kLanes, kSlices); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
+        if (kShare == 1 || most > 0) element4 = join_rows<kMax, kLanes>(r4, kSlices); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
       }
-      if (has && me.slice == 0) store(out + i64{bag} * 40 + f, r4);
+      if (has) store_joined(out + i64{bag} * 40 + f, r4, me.slice, element4);
     }
   }
   if (!block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7)) return class_0_any(p);
