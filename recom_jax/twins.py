@@ -96,7 +96,7 @@ class Slice:
       first_read: how many reads there were before it.
       reads, others: found in it, each with the place of its equation.
       operands: variables that became operands, and whether `Detector.val` knows them as that.
-      values: of the variables that it makes.
+      outs: ids of the variables that it makes. values: of those, by their places.
       results: values of the last equation's.
       useful: nothing was done that cannot be done again.
       twins: how many others there are.
@@ -114,7 +114,8 @@ class Slice:
     reads: tuple[tuple[Read, int], ...]
     others: tuple[tuple[int, str], ...]
     operands: tuple[tuple[Any, Val, bool], ...]
-    values: tuple[tuple[Any, Val], ...]
+    outs: tuple[int, ...]
+    values: tuple[tuple[int, Val], ...]
     results: tuple[tuple[int, Val], ...]
     useful: bool
     twins: int = 0
@@ -318,7 +319,7 @@ class Twins:
             and all(not isinstance(n, int) and n.name is not None for n in old)
         )
         sizes = [*old, *(x[1] for x in journal if x[0] == "fresh")]
-        values = [(v, d.env[id(v)]) for v in made if id(v) in d.env]
+        values = [(k, d.env[id(v)]) for k, v in enumerate(made) if id(v) in d.env]
         results = [(k, d.env[id(v)]) for k, v in enumerate(eqns[-1].outvars) if id(v) in d.env]
         takes = {id(x[1]): x[1] for x in journal if x[0] in ("read", "same_reads")}
         done = [x for x in journal if x[0] == "note"]
@@ -341,6 +342,7 @@ class Twins:
             tuple((r, row[id(r.eqn)]) for r in d.reads[reads:]) if useful else (),
             tuple((row[id(e)], why) for e, why in d.others[others:]) if useful else (),
             tuple((variables[k], v, k in d.env) for k, v in new),
+            tuple(map(id, made)),
             tuple(values),
             tuple(results),
             useful,
@@ -357,10 +359,9 @@ class Twins:
         names += [f"{x[1]}_{n}" for n, x in enumerate(first.fresh, serial)]
         if _order(names) != first.order:
             return False
-        variables = {id(a): b for a, b in zip(first.leaves, leaves, strict=True)}
-        for a, b in zip(first.eqns, eqns, strict=True):
-            for v, w in zip(a.outvars, b.outvars, strict=True):
-                variables[id(v)] = w
+        outs = [v for e in eqns for v in e.outvars]
+        variables = dict(zip(first.outs, outs, strict=True))
+        variables.update(zip(map(id, first.leaves), leaves, strict=True))
         sizes: dict[str, DimLike] = {str(a): b for a, b in zip(first.sizes, old, strict=False)}
         renaming = Renaming(d.pool, variables, sizes)
         for name, hint, size, literal in first.fresh:
@@ -378,8 +379,8 @@ class Twins:
         for r, row in first.reads:
             d.reads.append(Read(variables[id(r.table)], eqns[row], r.reason))
         d.others += [(eqns[row], why) for row, why in first.others]
-        for var, value in first.values:
-            self.later[id(variables[id(var)])] = renaming, value
+        for place, value in first.values:
+            self.later[id(outs[place])] = renaming, value
         for k, value in first.results:
             var = eqns[-1].outvars[k]
             self.later.pop(id(var))
@@ -387,10 +388,10 @@ class Twins:
             if made.expr is not None and value.expr is not None:
                 d.pool.twins[id(made.expr)] = value.expr, renaming
         if not first.twins:  # alone, it is not worth a renaming to itself
-            own = {k: v for e in first.eqns for k, v in ((id(v), v) for v in e.outvars)}
+            own = [v for e in first.eqns for v in e.outvars]
             itself = Renaming(
                 d.pool,
-                {**own, **{id(v): v for v in first.leaves}},
+                {id(v): v for v in (*own, *first.leaves)},
                 {str(n): n for n in first.sizes},
             )
             for _, value in first.results:
