@@ -192,8 +192,7 @@ class Detector:
 
     def run(self) -> Detected:
         jaxpr = compat.open_jaxpr(self.closed)
-        for eqns in self.twins.slices(jaxpr):
-            self.twins.run(eqns)
+        self.twins.run(jaxpr)
         return demand(self, jaxpr)
 
     def step(self, eqns: Sequence[Any]) -> None:
