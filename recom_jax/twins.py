@@ -20,60 +20,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from recom_jax import ir
-from recom_jax.detect_values import Part, Read, Val
-from recom_jax.shape_solver.dims import DimLike, substitute
+from recom_jax.detect_values import Read, Val
+from recom_jax.renaming import Renaming
+from recom_jax.shape_solver.dims import DimLike
 from recom_jax.twins_keys import LEAST, LONGEST, Keys, slices
 
 if TYPE_CHECKING:
     from recom_jax.detect import Detector
 
 ENABLED = True  # tests: let the rules run on every slice
-
-
-class Renaming:
-    """The variables and sizes of one slice in the place of another's.
-
-    Attributes:
-      variables: by the ids of those of the first slice.
-      sizes: by the names of the first slice's symbols.
-    """
-
-    def __init__(self, pool: ir.Pool, variables: dict[int, Any], sizes: dict[str, DimLike]) -> None:
-        self.pool, self.variables, self.sizes = pool, variables, sizes
-        self.memo: dict[int, ir.Expr] = {}
-        self.late: Sequence[
-            tuple[Any, ...]
-        ] = ()  # of the journal: what concerns values nobody asked for yet
-        self.first_read = 0  # how many more reads were before this slice than before the first one
-
-    def dim(self, d: DimLike) -> DimLike:
-        if isinstance(d, int):
-            return d
-        return self.sizes[d.name] if d.name is not None else substitute(d, self.sizes)
-
-    def expr(self, e: ir.Expr) -> ir.Expr:
-        return self.pool.renamed(e, self.variables, self.dim, self.memo)
-
-    def val(self, v: Val) -> Val:
-        shape = tuple(map(self.dim, v.shape))
-        if v.expr is not None:
-            return Val(shape, self.expr(v.expr))
-        return Val(shape, None, tuple(map(self._part, v.parts)))
-
-    def _part(self, p: Part) -> Part:
-        shape, strides = tuple(map(self.dim, p.shape)), tuple(map(self.dim, p.strides))
-        return Part(self.expr(p.expr), shape, self.dim(p.offset), strides)
-
-    def again(self, journal: Sequence[tuple[Any, ...]]) -> None:
-        """Does what a journal of the pool's says, in these names."""
-        for what, e, value in journal:
-            new: Any = self.expr(e)
-            if what == "note":
-                self.pool.note(new, value)
-            elif what == "read":
-                self.pool.read(new, value + self.first_read)
-            else:
-                self.pool.same_reads(new, self.expr(value))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -319,4 +274,4 @@ def _order(names: Sequence[str]) -> list[int]:
     return sorted(range(len(names)), key=names.__getitem__)
 
 
-__all__ = ["Renaming", "Twins"]
+__all__ = ["Slice", "Twins"]
