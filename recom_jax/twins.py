@@ -223,7 +223,7 @@ class Twins:
         d = self.d
         old = self._old(leaves)
         serial = d.unifier.next_serial()
-        names = [str(n) for n in old]
+        names = [str(n) if isinstance(n, int) else n.name or str(n) for n in old]
         names += [f"{x[1]}_{n}" for n, x in enumerate(first.fresh, serial)]
         if _order(names) != first.order:
             return False
