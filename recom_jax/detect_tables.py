@@ -36,6 +36,8 @@ def base_table(d: Detector, atom: Any) -> tuple[Any, ir.Expr] | None:
         return None
     if v.expr is None:
         return None
+    if isinstance(v.expr, ir.Load) and v.expr.var is atom and id(atom) in d.arguments:
+        return atom, v.expr  # read as it is
     loads = [x for x in ir.walk(v.expr) if not isinstance(x, (ir.Op, ir.Const))]
     if len(loads) != 1 or not isinstance(loads[0], ir.Load):
         return None
