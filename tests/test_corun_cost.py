@@ -9,7 +9,7 @@ import pytest
 
 from recom_jax import corun
 from recom_jax.corun import kernels, probe_stream
-from recom_jax.corun.cost import NOTHING, Device, Work
+from recom_jax.corun.cost import NOTHING, Device, Work, both, rest_of
 from recom_jax.corun.plan import Measured, PrepOp, Stage
 from recom_jax.corun.planner import better, plan_for_kernels
 from recom_jax.corun.search import search
@@ -30,11 +30,14 @@ def test_a_small_launch_takes_as_long_as_its_slowest_tile() -> None:
 
 
 def test_few_blocks_take_tiles_in_turns_and_many_share_the_processors() -> None:
-    assert DEVICE.kernel_us(tiles(64), 0.0625) == 2 + 32  # 2 blocks
-    assert DEVICE.kernel_us(tiles(65), 0.0625) == pytest.approx(2 + 33)
-    assert DEVICE.kernel_us(tiles(640, full=0.5), 1.0) == 2 + 320
+    assert DEVICE.kernel_us(tiles(64, full=0), 0.0625) == 2 + 32  # 2 blocks
+    assert DEVICE.kernel_us(tiles(65, full=0), 0.0625) == pytest.approx(2 + 33)
+    assert DEVICE.kernel_us(tiles(640, turn=0, full=0.5), 1.0) == 2 + 320
     # One block on one of four processors.
-    assert DEVICE.kernel_us(tiles(20, turn=0.1, full=0.5), 1 / 32) == 2 + 4 * 10
+    assert DEVICE.kernel_us(tiles(20, turn=0, full=0.5), 1 / 32) == 2 + 4 * 10
+    # Where bounds are alike they add up to some more.
+    assert 32 < DEVICE.kernel_us(tiles(64, full=0.25), 0.0625) - 2 < 1.25 * 32
+    assert rest_of(both(3.0, 4.0), 3.0) == pytest.approx(4.0) and rest_of(3.0, 4.0) == 0.0
 
 
 @pytest.mark.parametrize("share", [0.0625, 0.25, 1.0])
@@ -93,8 +96,8 @@ def test_what_is_fitted_is_what_was_measured() -> None:
     for c in p.classes:
         assert c.alone_us == c.cls and c.turn_us == pytest.approx(6.0 / 3)  # 5 tiles, 2 blocks
     every = probe_stream.work_of(k, p.classes, range(len(k.units)))
-    assert every.tiles == 10 and every.memory_us == pytest.approx(4.0)  # together, not one by one
-    assert p.device.kernel_us(every, 1.0) == pytest.approx(6.0)
+    assert every.tiles == 10 and every.memory_us < 4.0  # together, not one by one
+    assert p.device.kernel_us(every, 1.0) == pytest.approx(6.0, rel=0.01)
 
 
 def test_a_measured_kernel_beats_a_plan_that_promises_less() -> None:

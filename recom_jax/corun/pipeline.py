@@ -194,17 +194,17 @@ class Pipeline:
     ) -> Engine:
         """Another engine for this pipeline's program and step, as `corun.measure` needs."""
         timed = self.options.profile if profile is None else profile
+        ahead = self.options.steps_in_flight
         device = jax.devices()[0]
         if self.mesh is None:
             made, processors = _place_of(device)
             steps = self._steps_of(device)
-            return Engine(
-                self._compilers[0], steps, made, device, processors, slots, schedule, timed
-            )
+            compiler = self._compilers[0]
+            return Engine(compiler, steps, made, device, processors, slots, schedule, timed, ahead)
         places = [_place_of(d) for d in self.mesh.devices.flat]
         steps = self._steps_of(self.mesh.devices.flat[0])
         return MeshEngine(
-            self._compilers, steps, self.mesh, self.specs, places, slots, schedule, timed
+            self._compilers, steps, self.mesh, self.specs, places, slots, schedule, timed, ahead
         )
 
     def _steps_of(self, device: Any) -> Steps:

@@ -23,7 +23,7 @@ import numpy as np
 
 from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
-from recom_jax.corun.cost import Device, Work
+from recom_jax.corun.cost import Device, Work, rest_of
 from recom_jax.corun.fuse import segments, whole
 from recom_jax.corun.kernels import TILE, PrepKernels
 from recom_jax.corun.plan import Stage
@@ -167,7 +167,8 @@ def alone(
     """The schedule of the run in front of the step, and the (units, share) of its random parts."""
     n = len(kernels.units)
     everything = tuple((k, 0.0, 1.0) for k in range(n))
-    launches = [rt.Launch(f"share {s}", 0, s, everything) for s in SHARES]
+    launches = [rt.Launch("first", 0, SHARES[0], everything)]  # brings the batch near
+    launches += [rt.Launch(f"share {s}", 0, s, everything) for s in SHARES]
     for c in sorted({u.cls for u in kernels.units}):
         mine = [k for k, u in enumerate(kernels.units) if u.cls == c]
         pieces = tuple((k, 0.0, 1.0) for k in mine)
@@ -208,7 +209,12 @@ def fitted(
         made.append(ClassCost(c, single, turn, min(whole, few) / full))
     # Classes run one after the other fill the device less well than together.
     total = sum(m.full_us * full_tiles(kernels, m.cls) for m in made)
-    together = max(took[f"share {SHARES[0]}"] - launch, 1e-9)
+    tiles = sum(-(-u.rows * u.inner // TILE) for u in kernels.units)
+    turns = sum(m.turn_us * full_tiles(kernels, m.cls) for m in made)
+    together = rest_of(
+        took[f"share {SHARES[0]}"] - launch,
+        turns * math.ceil(tiles / min(device.blocks(SHARES[0]), tiles)) / tiles,
+    )
     by = min(1.0, together / total) if total > 0 else 1.0
     return device, tuple(dataclasses.replace(m, full_us=m.full_us * by) for m in made)
 

@@ -145,7 +145,9 @@ class Regions(Text):
             if i.op == "STORE":
                 if self.u.width != 1 and self.u.constants.get(i.args[-1]) != 1:
                     return None
-            elif i.op not in _ELEMENTWISE or any(self.is_row(r) and r not in made for r in reads(i)):
+            elif i.op not in _ELEMENTWISE or any(
+                self.is_row(r) and r not in made for r in reads(i)
+            ):
                 return None
             else:
                 made.add(self.dst(i))
