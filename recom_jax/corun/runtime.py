@@ -53,12 +53,13 @@ class Schedule:
     Attributes:
       mode: PLAN: kernels start with their stages; EAGER: as soon as a raw batch is there, on a stream of ours;
         SEQUENTIAL: in front of the step, on XLA's stream.
-      stages: names of the markers that end them, in order.
+      stages: names of the markers that end them, in order; timed: time them all (each marker costs the step something).
     """
 
     mode: int
     launches: tuple[Launch, ...]
     stages: tuple[str, ...] = ()
+    timed: bool = False
 
 
 def whole(kernels: PrepKernels, mode: int, share: float = 1.0) -> Schedule:
@@ -151,7 +152,7 @@ class PrepRuntime:
             mode=schedule.mode,
             profile=profile,
         )
-        self.marks = marks_of(schedule, profile)
+        self.marks = marks_of(schedule)
         self._places = ffi.extension().CorunPlaces(
             [
                 (x.offset, x.nbytes, np.dtype(x.dtype).kind, np.dtype(x.dtype).itemsize)
@@ -267,10 +268,10 @@ class _Exported:
         return self.where
 
 
-def marks_of(schedule: Schedule, profile: bool) -> frozenset[str]:
+def marks_of(schedule: Schedule) -> frozenset[str]:
     """The markers at which kernels start; all of them where stages are timed."""
     ends = schedule.stages
-    if profile:
+    if schedule.timed:
         return frozenset(ends)
     if schedule.mode != PLAN:
         return frozenset()
