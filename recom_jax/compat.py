@@ -108,11 +108,13 @@ def is_plain_jit(eqn: Any) -> bool:
     """Whether a jit equation carries nothing but its body: no shardings, layouts, donation or options."""
     p = eqn.params
     for key in ("in_shardings", "out_shardings"):
-        if any(type(s).__name__ not in UNSPECIFIED_NAMES for s in p.get(key, ())):
-            return False
+        for s in p.get(key, ()):
+            if type(s).__name__ not in UNSPECIFIED_NAMES:
+                return False
     for key in ("in_layouts", "out_layouts"):
-        if any(x is not None for x in p.get(key, ())):
-            return False
+        for x in p.get(key, ()):
+            if x is not None:
+                return False
     return not any(p.get("donated_invars", ())) and not p.get("compiler_options_kvs", ())
 
 
