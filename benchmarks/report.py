@@ -25,6 +25,8 @@ from recom_jax.corun.report import (
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 PLOTS = "plots"  # beside the page
+GUIDE = "corun.md"
+TABLE, TABLE_END = "<!-- python -m benchmarks.report: -->", "<!-- end of what it writes -->"
 CORUN_CASES = "gpu_corun"
 CORUN_MODES = {
     IDEAL: "ideal",
@@ -237,6 +239,17 @@ def render(groups: Sequence[Sequence[Data]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def with_tables(page: str, groups: Sequence[Sequence[Data]]) -> str:
+    """docs/corun.md with the tables of all machines between its two marks; unchanged where it has none."""
+    before, mark, rest = page.partition(TABLE)
+    _, end, after = rest.partition(TABLE_END)
+    if not (mark and end):
+        return page
+    tables = [corun_table(cases) for cases in groups]
+    lines = [line for made in tables for line in made] or ["Nothing was measured yet.", ""]
+    return before + mark + "\n" + "\n".join(lines) + end + after
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     p.add_argument("--results", type=pathlib.Path, default=RESULTS, help="folder of JSON files")
@@ -253,10 +266,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {why}", file=sys.stderr)
         return 2
     charts = [c for made in plots.charts(groups).values() for c in made]
+    guide = args.out.parent / GUIDE
+    old = guide.read_text() if guide.exists() else ""
+    new = with_tables(old, groups)
     if args.check:
         stale = [str(folder / n) for n in plots.stale(charts, folder)]
         if not args.out.exists() or args.out.read_text() != text:
             stale.insert(0, str(args.out))
+        if new != old:
+            stale.append(str(guide))
         for name in stale:
             print(f"{name}: out of date: run python -m benchmarks.report")
         if not stale:
@@ -265,6 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(text)
     print(f"wrote {args.out}")
+    if new != old:
+        guide.write_text(new)
+        print(f"wrote the table in {guide}")
     try:
         plots.write(charts, folder)
     except ImportError:

@@ -43,6 +43,8 @@ class Backend {
   // Returns when all that is on the stream has run.
   virtual void finish(Stream stream) = 0;
   virtual int processors() const = 0;
+  // Whether steps run on the host, on no stream.
+  virtual bool simulated() const { return false; }
 };
 
 // Throws CudaError. `image` is PTX (ending in a zero) or machine code with a kernel `recom_prep`.

@@ -25,12 +25,13 @@ using Kernels = std::vector<std::tuple<int, int, int, int>>;
 using Results = std::vector<std::pair<int64_t, int64_t>>;
 using Parts = std::vector<std::tuple<uintptr_t, int64_t, int64_t>>;
 
-std::shared_ptr<Runtime> make(std::unique_ptr<corun::Backend> backend, int slots, int64_t in_bytes,
-                              const Results& results, std::string tiles, std::string words,
-                              std::string consts, const Kernels& kernels,
+std::shared_ptr<Runtime> make(std::unique_ptr<corun::Backend> backend, int slots, int ahead,
+                              int64_t in_bytes, const Results& results, std::string tiles,
+                              std::string words, std::string consts, const Kernels& kernels,
                               std::vector<std::string> stages, int mode, bool profile) {
   RuntimePlan p;
   p.slots = slots;
+  p.ahead = ahead;
   p.in_bytes = in_bytes;
   for (const auto& [offset, bytes] : results) p.results.push_back({offset, bytes});
   p.tiles = std::move(tiles);
@@ -124,32 +125,33 @@ void bind_corun(py::module_& m) {
   }));
   using release = py::call_guard<py::gil_scoped_release>;
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "CorunRuntime")
-      .def(py::init([](int device, const std::string& image, int slots, int64_t in_bytes,
+      .def(py::init([](int device, const std::string& image, int slots, int ahead, int64_t in_bytes,
                        const Results& results, std::string tiles, std::string words,
                        std::string consts, const Kernels& kernels, std::vector<std::string> stages,
                        int mode, bool profile) {
-             return make(corun::make_cuda_backend(device, image), slots, in_bytes, results,
+             return make(corun::make_cuda_backend(device, image), slots, ahead, in_bytes, results,
                          std::move(tiles), std::move(words), std::move(consts), kernels,
                          std::move(stages), mode, profile);
            }),
-           py::kw_only(), py::arg("device"), py::arg("image"), py::arg("slots"),
+           py::kw_only(), py::arg("device"), py::arg("image"), py::arg("slots"), py::arg("ahead"),
            py::arg("in_bytes"), py::arg("results"), py::arg("tiles"), py::arg("words"),
            py::arg("consts"), py::arg("kernels"), py::arg("stages"), py::arg("mode"),
            py::arg("profile"))
       .def_static(
           "simulated",
-          [](uint64_t seed, uintptr_t kernel, int slots, int64_t in_bytes, const Results& results,
-             std::string tiles, std::string words, std::string consts, const Kernels& kernels,
-             std::vector<std::string> stages, int mode, bool profile) {
+          [](uint64_t seed, uintptr_t kernel, int slots, int ahead, int64_t in_bytes,
+             const Results& results, std::string tiles, std::string words, std::string consts,
+             const Kernels& kernels, std::vector<std::string> stages, int mode, bool profile) {
             auto backend =
                 corun::make_sim_backend(seed, reinterpret_cast<corun::SimKernel>(kernel));
-            return make(std::move(backend), slots, in_bytes, results, std::move(tiles),
+            return make(std::move(backend), slots, ahead, in_bytes, results, std::move(tiles),
                         std::move(words), std::move(consts), kernels, std::move(stages), mode,
                         profile);
           },
-          py::kw_only(), py::arg("seed"), py::arg("kernel"), py::arg("slots"), py::arg("in_bytes"),
-          py::arg("results"), py::arg("tiles"), py::arg("words"), py::arg("consts"),
-          py::arg("kernels"), py::arg("stages"), py::arg("mode"), py::arg("profile"),
+          py::kw_only(), py::arg("seed"), py::arg("kernel"), py::arg("slots"), py::arg("ahead"),
+          py::arg("in_bytes"), py::arg("results"), py::arg("tiles"), py::arg("words"),
+          py::arg("consts"), py::arg("kernels"), py::arg("stages"), py::arg("mode"),
+          py::arg("profile"),
           "Tests: runs what was enqueued in a random order that streams and events allow.")
       .def("acquire", &Runtime::acquire, release())
       .def(
@@ -167,6 +169,13 @@ void bind_corun(py::module_& m) {
            "None where an array is "
            "not as its place wants it.")
       .def("commit", &Runtime::commit, release())
+      // Holds the GIL: what it enqueues takes microseconds, to get the GIL back may take tens.
+      .def("begin",
+           [](const std::shared_ptr<Runtime>& r, int slot) {
+             const corun::Stream xla = r->begin(slot);
+             corun::set_current_runtime(xla, r);
+             if (r->backend().simulated()) r->backend().finish(xla);
+           })
       .def("place_of", &Runtime::place_of, release())
       .def("view", &view, py::arg("place"), py::arg("result"), py::arg("shape"), py::arg("dtype"),
            py::arg("device"), "A DLPack capsule of a place's result.")

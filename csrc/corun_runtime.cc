@@ -23,6 +23,7 @@ void need(bool ok, const char* what) {
 
 RuntimePlan checked(RuntimePlan p) {
   need(p.slots >= 1, "at least one slot");
+  need(p.ahead >= 1, "at least one step");
   need(p.in_bytes >= 0, "a negative size");
   need(p.tiles.size() % sizeof(recom_cuda::PrepTile) == 0 && p.words.size() % 8 == 0,
        "not whole tiles or words");
@@ -68,7 +69,7 @@ Runtime::Runtime(std::unique_ptr<Backend> backend, RuntimePlan plan)
     stats_.host_bytes += plan_.in_bytes;
     stats_.device_bytes += plan_.in_bytes;
   }
-  for (int k = 0; k <= plan_.slots; ++k) {
+  for (int k = 0; k < plan_.slots + plan_.ahead; ++k) {
     places_.push_back({b.device_memory(static_cast<size_t>(out)), b.event(false)});
     stats_.device_bytes += out;
   }
@@ -253,12 +254,27 @@ void Runtime::mark(std::string_view name, Stream xla) {
   ++stats_.unknown;
 }
 
-void Runtime::begin(int slot, Stream xla) {
+void Runtime::learn(Stream xla) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (xla_ && xla_ != xla) {
+    throw std::runtime_error(
+        "recom corun: XLA runs programs on another stream than before, so that steps don't wait "
+        "for "
+        "their batches");
+  }
+  xla_ = xla;
+}
+
+Stream Runtime::begin(int slot) {
+  Stream xla = nullptr;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (!xla_) throw std::runtime_error("recom corun: XLA's stream is not known yet");
+    xla = xla_;
     begin_locked(slot, xla);
   }
   freed_.notify_all();
+  return xla;
 }
 
 void Runtime::begin_locked(int slot, Stream xla) {

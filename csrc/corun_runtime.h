@@ -2,11 +2,11 @@
 // own, started where the train step's stages begin. Nothing here waits for the device except
 // `acquire`, which the reader's thread calls, and the end.
 //
-// The reader's thread: acquire, pack, commit (or abandon). XLA's thread: begin (a step begins),
-// mark (a stage ends).
+// The reader's thread: acquire, pack, commit (or abandon). The thread that trains: begin (a step
+// will be dispatched). XLA's thread: mark (a stage ends).
 //
 // A slot holds a raw batch, a place a prepared one, which the step reads where it is. Batches get
-// places in turns; there is one place more than there are slots, for the batch that is trained on.
+// places in turns; there are more places than slots, for batches that are trained on.
 //
 // What protects them, all by device events:
 //
@@ -15,7 +15,9 @@
 // - ready (slot): the kernels have run. `begin` makes XLA's stream wait for it; the next raw
 //   batch's copy waits, too.
 // - consumed (place): the step that read the place has ended; recorded as the next one begins. The
-//   kernels that write there next wait for it.
+//   kernels that write there next wait for it. Should XLA dispatch a step later than it is asked
+//   to, the event comes too early: so whoever trains also makes sure that `begin` is not called
+//   before the step `ahead` steps ago has ended.
 
 #ifndef RECOM_JAX_CSRC_CORUN_RUNTIME_H_
 #define RECOM_JAX_CSRC_CORUN_RUNTIME_H_
@@ -47,6 +49,8 @@ struct KernelPlan {
 
 struct RuntimePlan {
   int slots = 2;
+  int ahead =
+      1;  // steps that may be dispatched and unfinished, and so places besides those of slots
   int64_t in_bytes = 0;
   struct Result {
     int64_t offset, bytes;
@@ -85,11 +89,15 @@ class Runtime {
   // Gives up a slot that was acquired, or committed and not taken. No step may run meanwhile.
   void abandon(int slot);
 
-  // A step begins, on XLA's stream, with the oldest committed batch: that stream waits for it, and
-  // what follows may read its place until the next `begin`. Throws std::runtime_error unless that
-  // batch is in `slot`.
-  void begin(int slot, Stream xla);
-  // The same, for those who keep the batch: puts it into `results` (device addresses).
+  // The stream on which XLA runs the device's programs. Throws std::runtime_error if it was another
+  // one before: steps would not wait for their batches.
+  void learn(Stream xla);
+  // A step will be dispatched, from this thread, with the oldest committed batch: XLA's stream
+  // waits for it, and what follows may read its place until the next `begin`. Throws
+  // std::runtime_error unless that batch is in `slot` and the stream is known. Returns the stream.
+  Stream begin(int slot);
+  // The same within a program of XLA's, for those who keep the batch: puts it into `results`
+  // (device addresses).
   void take(int slot, const std::vector<std::pair<Address, int64_t>>& results, Stream xla);
   void mark(std::string_view name, Stream xla);
 
@@ -141,6 +149,7 @@ class Runtime {
   std::vector<Slot> slots_;
   std::vector<Place> places_;
   size_t next_place_ = 0;
+  Stream xla_ = nullptr;
   int used_ = -1;  // the place that the step that runs reads
   std::deque<int> staged_;
   Stream copies_, work_;

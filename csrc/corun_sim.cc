@@ -77,6 +77,7 @@ class SimBackend : public Backend {
     while (!streams_[stream].empty()) step();
   }
   int processors() const override { return 4; }
+  bool simulated() const override { return true; }
 
  private:
   using Guard = std::lock_guard<std::mutex>;

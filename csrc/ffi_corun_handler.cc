@@ -39,23 +39,20 @@ ffi::Error take(corun::Stream stream, bool simulated, ffi::AnyBuffer token,
   });
 }
 
-// The result holds nothing: it is there so that the step comes behind.
-ffi::Error begin(corun::Stream stream, bool simulated, ffi::AnyBuffer token) {
+// Tells a runtime on which stream XLA runs its device's programs.
+ffi::Error stream(corun::Stream stream, ffi::AnyBuffer token) {
   return guarded([&]() -> ffi::Error {
-    const auto [runtime, slot] = corun::find_token(token.untyped_data());
-    corun::set_current_runtime(stream, runtime);
-    runtime->begin(slot, stream);
-    if (simulated) runtime->backend().finish(stream);
+    corun::find_token(token.untyped_data()).first->learn(stream);
     return ffi::Error::Success();
   });
 }
 
-ffi::Error begin_on_cuda(cuda::Stream stream, ffi::AnyBuffer token, ffi::Result<ffi::AnyBuffer>) {
-  return begin(stream, false, token);
+ffi::Error stream_on_cuda(cuda::Stream xla, ffi::AnyBuffer token, ffi::Result<ffi::AnyBuffer>) {
+  return stream(xla, token);
 }
-ffi::Error begin_on_host(ffi::AnyBuffer token, ffi::Result<ffi::AnyBuffer> gone) {
-  std::memset(gone->untyped_data(), 0, gone->size_bytes());
-  return begin(corun::sim_xla_stream(), true, token);
+ffi::Error stream_on_host(ffi::AnyBuffer token, ffi::Result<ffi::AnyBuffer> nothing) {
+  std::memset(nothing->untyped_data(), 0, nothing->size_bytes());
+  return stream(corun::sim_xla_stream(), token);
 }
 
 ffi::Error take_on_cuda(cuda::Stream stream, ffi::AnyBuffer token, ffi::RemainingRets rets) {
@@ -117,12 +114,12 @@ ffi::Error pass_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] { return pass(args, rets, kCopyOnHost).value_or(ffi::Error::Success()); });
 }
 
-XLA_FFI_DEFINE_HANDLER(kBeginOnCuda, begin_on_cuda,
+XLA_FFI_DEFINE_HANDLER(kStreamOnCuda, stream_on_cuda,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cuda::Stream>>()
                            .Arg<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER(kBeginOnHost, begin_on_host,
+XLA_FFI_DEFINE_HANDLER(kStreamOnHost, stream_on_host,
                        ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER(kTakeOnCuda, take_on_cuda,
                        ffi::Ffi::Bind()
@@ -152,8 +149,8 @@ XLA_FFI_DEFINE_HANDLER(kPassOnHost, pass_on_host, ffi::Ffi::Bind().RemainingArgs
 void* corun_pass_handler(bool cuda) {
   return cuda ? reinterpret_cast<void*>(kPassOnCuda) : reinterpret_cast<void*>(kPassOnHost);
 }
-void* corun_begin_handler(bool cuda) {
-  return cuda ? reinterpret_cast<void*>(kBeginOnCuda) : reinterpret_cast<void*>(kBeginOnHost);
+void* corun_stream_handler(bool cuda) {
+  return cuda ? reinterpret_cast<void*>(kStreamOnCuda) : reinterpret_cast<void*>(kStreamOnHost);
 }
 void* corun_take_handler(bool cuda) {
   return cuda ? reinterpret_cast<void*>(kTakeOnCuda) : reinterpret_cast<void*>(kTakeOnHost);

@@ -18,7 +18,7 @@ PRELUDE = """
 #define __host__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define __grid_constant__
 struct Dim { int x; };
 static thread_local Dim blockIdx{0}, threadIdx{0}, blockDim{1}, gridDim{1};
@@ -29,6 +29,7 @@ inline double __longlong_as_double(long long u) { double x; std::memcpy(&x, &u, 
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __clzll(long long x) { return x ? __builtin_clzll(x) : 64; }
 using std::memcpy;
+template <class T> inline T __ldg(const T* p) { return *p; }
 """
 ENTRY = """
 extern "C" void recom_prep_host(const recom_cuda::PrepParams* p, int block, int blocks) {

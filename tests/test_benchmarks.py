@@ -316,3 +316,8 @@ def test_plans_beside_training_are_summed_up_in_a_table() -> None:
     assert made[2].startswith("| RAP plan 2 | 2 | 5 |") and made[2].endswith("| 1.250 | 2.00 |")
     assert not report.corun_table([{"case": "sparse", "rows": rows}])
     assert not report.corun_table([{"case": "gpu_corun_2_4096", "rows": rows[:2]}])
+    page = f"before\n{report.TABLE}\nold\n{report.TABLE_END}\nafter\n"
+    new = report.with_tables(page, [[{"case": "gpu_corun_2_4096", "rows": rows}]])
+    assert new == page.replace("old\n", "\n".join(made))
+    assert "Nothing was measured yet." in report.with_tables(page, [])
+    assert report.with_tables("no marks", [[]]) == "no marks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ import pytest
 import recom_jax
 from recom_jax import corun
 from recom_jax import preprocess as pp
+from recom_jax.corun import ring
 
 ROWS = 16
 
@@ -426,3 +428,25 @@ def test_lists_of_about_the_same_length_share_a_compiled_program() -> None:
         np.testing.assert_array_equal(rows, want)
     pipe.prepare(batch(4000))
     assert len(set(traced)) == 2
+
+
+def test_a_reader_is_woken_when_half_of_the_places_are_free() -> None:
+    places, taken = ring.Places(4), queue.SimpleQueue[int]()
+
+    def read() -> None:
+        for k in range(7):
+            places.acquire()
+            taken.put(k)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert [taken.get(timeout=10) for _ in range(4)] == [0, 1, 2, 3]
+    while not places._waits:
+        time.sleep(0.001)
+    places.release()
+    assert taken.empty() and places._waits
+    places.release()
+    assert [taken.get(timeout=10) for _ in range(2)] == [4, 5]
+    places.close()
+    assert taken.get(timeout=10) == 6
+    reader.join()

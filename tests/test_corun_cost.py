@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
 
 from recom_jax import corun
-from recom_jax.corun import kernels, probe_stream
-from recom_jax.corun.cost import NOTHING, Device, Work
+from recom_jax.cache import Cache
+from recom_jax.corun import kernels, probe_stream, runtime
+from recom_jax.corun.cost import NOTHING, Device, Work, both, rest_of
+from recom_jax.corun.duel import ROUNDS, duel, rivals
 from recom_jax.corun.plan import Measured, PrepOp, Stage
-from recom_jax.corun.planner import better, plan_for_kernels
+from recom_jax.corun.planner import plan_for_kernels
 from recom_jax.corun.search import search
+from recom_jax.corun.stream import Times
 from recom_jax.corun.units import unit_ops
 
 pytestmark = pytest.mark.once
@@ -30,11 +34,14 @@ def test_a_small_launch_takes_as_long_as_its_slowest_tile() -> None:
 
 
 def test_few_blocks_take_tiles_in_turns_and_many_share_the_processors() -> None:
-    assert DEVICE.kernel_us(tiles(64), 0.0625) == 2 + 32  # 2 blocks
-    assert DEVICE.kernel_us(tiles(65), 0.0625) == pytest.approx(2 + 33)
-    assert DEVICE.kernel_us(tiles(640, full=0.5), 1.0) == 2 + 320
+    assert DEVICE.kernel_us(tiles(64, full=0), 0.0625) == 2 + 32  # 2 blocks
+    assert DEVICE.kernel_us(tiles(65, full=0), 0.0625) == pytest.approx(2 + 33)
+    assert DEVICE.kernel_us(tiles(640, turn=0, full=0.5), 1.0) == 2 + 320
     # One block on one of four processors.
-    assert DEVICE.kernel_us(tiles(20, turn=0.1, full=0.5), 1 / 32) == 2 + 4 * 10
+    assert DEVICE.kernel_us(tiles(20, turn=0, full=0.5), 1 / 32) == 2 + 4 * 10
+    # Where bounds are alike they add up to some more.
+    assert 32 < DEVICE.kernel_us(tiles(64, full=0.25), 0.0625) - 2 < 1.25 * 32
+    assert rest_of(both(3.0, 4.0), 3.0) == pytest.approx(4.0) and rest_of(3.0, 4.0) == 0.0
 
 
 @pytest.mark.parametrize("share", [0.0625, 0.25, 1.0])
@@ -93,24 +100,40 @@ def test_what_is_fitted_is_what_was_measured() -> None:
     for c in p.classes:
         assert c.alone_us == c.cls and c.turn_us == pytest.approx(6.0 / 3)  # 5 tiles, 2 blocks
     every = probe_stream.work_of(k, p.classes, range(len(k.units)))
-    assert every.tiles == 10 and every.memory_us == pytest.approx(4.0)  # together, not one by one
-    assert p.device.kernel_us(every, 1.0) == pytest.approx(6.0)
+    assert every.tiles == 10 and every.memory_us < 4.0  # together, not one by one
+    assert p.device.kernel_us(every, 1.0) == pytest.approx(6.0, rel=0.01)
 
 
-def test_a_measured_kernel_beats_a_plan_that_promises_less() -> None:
+def test_plans_are_held_against_one_another(tmp_path: pathlib.Path) -> None:
     everywhere = tuple(
-        probe_stream.Beside(n, s, 9.0, lost) for n, s, lost in [(0, 0.5, 4.0), (1, 0.25, 1.0)]
+        probe_stream.Beside(n, s, 9.0, lost)
+        for n, s, lost in [(0, 0.5, 4.0), (0, 0.25, 3.0), (0, 0.125, 5.0), (1, 0.25, 1.0)]
     )
-    p, options = probed(everywhere), corun.Options()
-    assert p.best == everywhere[1]
+    p, k, options = probed(everywhere), compiled(), corun.Options(max_share=0.3)
     assert p.stages[1].cost == pytest.approx(1 / 6) and p.stages[1].share == 0.25
-    plan = plan_for_kernels(compiled(), p, Measured(None, None), options)
-    assert plan.predicted_us <= plan.ideal_us + 1.0
-    worse = dataclasses.replace(plan, predicted_us=plan.ideal_us + 50)
-    (kernel,) = better(worse, p, options).kernels
-    assert (kernel.stage, kernel.share, len(kernel.pieces)) == ("t", 0.25, len(plan.segments))
-    assert better(worse, p, corun.Options(min_share=0.3)) == worse
-    assert better(worse, probed(()), options) == worse
+    plan = plan_for_kernels(k, p, Measured(None, None), options)
+    plans = rivals(plan, p, options)
+    assert plans[0] == plan
+    assert [(q.kernels[0].stage, q.kernels[0].share) for q in plans[1:]] == [
+        ("s", 0.25), ("s", 0.125), ("after the step", 1.0),
+    ]  # fmt: skip
+    runs = []
+
+    def run(schedule_for: Any) -> Times:
+        """The second of them is the fastest."""
+        made = schedule_for(k)
+        runs.append(made)
+        share = made.launches[0].share
+        ms = 0.3 if made.mode == runtime.PLAN and share == 0.125 else 0.4
+        steps = 0.25 if made.mode == runtime.SEQUENTIAL else ms - 0.002
+        return Times((), (), (steps,), (ms,))
+
+    cache = Cache(tmp_path, 1 << 20)
+    won = duel(plans, k, 6.0, run, cache, "key")
+    assert len(runs) == ROUNDS * (1 + len(plans))
+    assert won.kernels[0].share == 0.125 and won.kernels == plans[2].kernels
+    assert won.ideal_us == pytest.approx(252) and won.predicted_us == pytest.approx(300)
+    assert duel(plans, k, 6.0, run, cache, "key") == won and len(runs) == ROUNDS * (1 + len(plans))
 
 
 def test_units_cost_their_part_of_a_tile() -> None:

@@ -348,7 +348,7 @@ def test_memory_is_known_before_it_is_taken() -> None:
 def test_bad_plans_are_refused() -> None:
     k = native().kernels
     make_bad = functools.partial(
-        ffi.extension().CorunRuntime.simulated, seed=0, kernel=0, slots=1, in_bytes=256, results=[(0, 4)], tiles=b"",
+        ffi.extension().CorunRuntime.simulated, seed=0, kernel=0, slots=1, ahead=1, in_bytes=256, results=[(0, 4)], tiles=b"",
         words=k.words, consts=b"", stages=[], mode=0, profile=False,
     )  # fmt: skip
     with pytest.raises(ValueError, match="tiles are not there"):
@@ -408,7 +408,7 @@ def test_the_step_is_compiled_once_and_reads_its_batch_where_it_was_made(committ
     assert engine is not None
     assert [f._cache_size() for f in engine.steps._compiled.values()] == [1]
     r = engine._programs[0].runtime
-    assert len(r._views) == 3
+    assert len(r._views) == 4  # slots, and steps in flight
     for views in r._views.values():
         for x in views:
             assert x.unsafe_buffer_pointer() % 256 == 0 and x.committed == committed
@@ -422,3 +422,17 @@ def test_a_state_elsewhere_is_refused() -> None:
     state = jax.device_put(start(), jax.devices()[0])
     with pytest.raises(PipelineError, match="the state is on"):
         list(pipe.run(state, [raw_batch(0)]))
+
+
+def test_a_step_without_metrics() -> None:
+    def silent(state: Any, batch: Any) -> Any:
+        return step(state, batch)[0], ()
+
+    pipe = corun.Pipeline(prep, silent, options=corun.Options(slots=1, steps_in_flight=3))
+    batches = [raw_batch(k) for k in range(12)]
+    for state, _ in pipe.run(start(), batches):
+        pass
+    want = start()
+    for raw in batches:
+        want, _ = step(want, jax.jit(prep)(pp.columns(raw)))
+    np.testing.assert_array_equal(state["table"], want["table"])

@@ -19,9 +19,8 @@ from benchmarks.record import Result, Row, Target
 from examples import rap_plans
 from examples.click_models import Dlrm
 from recom_jax import corun
-from recom_jax.corun import calls, measure_stream, probe_stream
+from recom_jax.corun import calls, duel, measure_stream
 from recom_jax.corun.report import CORUN, IDEAL, STREAM_MODES, UNFUSED
-from recom_jax.preprocess.ingest import columns
 
 BATCHES = (4096, 8192)
 STEPS = 60
@@ -91,7 +90,7 @@ def measure(context: Context, number: int, size: int) -> Result:
     ]
     rows.append(Row.single(what, BARE, INPUTS, "ms", [1e3 * x for x in bare]))
 
-    lost, step_us = interference(pipe, make_state, distinct[0])
+    lost, step_us = interference(pipe)
     bits = "a deterministic step, co-run and on inputs preprocessed beforehand"
     targets = [
         Target(f"{what}: losses that differ in a bit", different, "==", 0, "", bits),
@@ -137,19 +136,17 @@ def missed(pipe: corun.Pipeline) -> float:
     return 1.0 if pipe.probed is None else 1.0 - pipe.probed.within_tenth
 
 
-def interference(
-    pipe: corun.Pipeline, make_state: Callable[[], Any], raw: Any
-) -> tuple[float, float]:
+def interference(pipe: corun.Pipeline) -> tuple[float, float]:
     """(what the plan's kernels cost the step, in parts of it; microseconds from one step to the next), by events."""
-    probed = pipe.probed
-    assert probed is not None
-    engine = pipe.make_engine(3, pipe.schedule_of, True)
+    assert pipe.prober is not None and pipe.probed is not None
+    engine = pipe.make_engine(1, pipe.schedule_of)
     try:
-        times, _ = probe_stream.run_steps(engine, columns(raw), make_state())
+        program, _ = engine.program(pipe.prober.columns)
+        schedule = program.runtime.schedule
     finally:
         engine.close()
-    found = probe_stream.median(times.periods)
-    return found / probed.period_us - 1, found
+    bare_us, (period_us,) = duel.measured([schedule], pipe.prober.run)
+    return period_us / bare_us - 1, period_us
 
 
 def without_markers(

@@ -1,8 +1,7 @@
-"""What co-running adds to the user's own equations: `begin` in front of a step, `mark` where a stage ends.
+"""Custom calls of co-running: `mark`, where a stage ends, `take`, a copy of a batch, and `stream`.
 
-Both are custom calls that are not part of command buffers: they act on the streams anew in each step. `begin` is a
-program of its own, so that the step is the user's, as it stands: its batch is an argument like any other, which XLA
-reads where the kernels wrote it.
+They are not part of command buffers: they act on the streams anew each time. The step itself is the user's, as it
+stands: its batch is an argument like any other, which XLA reads where the kernels wrote it.
 """
 
 from __future__ import annotations
@@ -22,18 +21,13 @@ _LOCAL = threading.local()
 _emulated = False  # tests: markers on the CPU as on a GPU
 
 
-def begin(token: Any) -> Any:
-    """In a jitted function: a step begins with the batch in the slot that the token stands for.
-
-    What runs behind it on the device may read that batch's place until the next `begin`.
+def stream(token: Any) -> Any:
+    """In a jitted function: tells the token's runtime on which stream XLA runs; returns nothing of use.
 
     Args:
       token: (16,) uint8, see `runtime.PrepRuntime.token`.
-
-    Returns:
-      (16,) uint8 that hold nothing; an operand of the step, which so comes behind.
     """
-    return begin_p.bind(token)[0]
+    return stream_p.bind(token)[0]
 
 
 def own(leaves: Sequence[Any]) -> list[Any]:
@@ -57,7 +51,7 @@ def take(token: Any, like: Sequence[Any]) -> list[Any]:
 # A primitive of ours, not `jax.ffi.ffi_call` with a side effect: JAX dispatches programs with effects in Python, which
 # takes it milliseconds a step. XLA is told of the effect all the same.
 take_p = compat.Primitive("recom_corun_take")
-begin_p = compat.Primitive("recom_corun_begin")
+stream_p = compat.Primitive("recom_corun_stream")
 own_p = compat.Primitive("recom_corun_own")
 
 
@@ -66,8 +60,8 @@ def _lower_take(ctx: Any, token: Any, *, kinds: Any) -> Any:
     return jax.ffi.ffi_lowering(ffi.TAKE, has_side_effect=True)(ctx, token)
 
 
-def _lower_begin(ctx: Any, token: Any) -> Any:
-    return jax.ffi.ffi_lowering(ffi.BEGIN, has_side_effect=True)(ctx, token)
+def _lower_stream(ctx: Any, token: Any) -> Any:
+    return jax.ffi.ffi_lowering(ffi.STREAM, has_side_effect=True)(ctx, token)
 
 
 def _never(*_: Any, **__: Any) -> Any:
@@ -86,12 +80,12 @@ compat.register_primitive(
     lower_default=_never,
 )
 compat.register_primitive(
-    begin_p,
+    stream_p,
     abstract_eval=lambda token: [token],
     jvp=_never,
     batch=_never,
-    lower_cpu=_lower_begin,
-    lower_cuda=_lower_begin,
+    lower_cpu=_lower_stream,
+    lower_cuda=_lower_stream,
     lower_default=_never,
 )
 compat.register_primitive(

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+_SHARP = 3.5  # how sharply one bound gives way to the other: measured
 BLOCKS = 8  # of 256 threads, on a multiprocessor: as many as it holds at a time
 
 
@@ -88,7 +89,7 @@ class Device:
         blocks = min(self.blocks(share), tiles)
         turns = math.ceil(tiles / blocks) / tiles * work.latency_us
         spread = max(1.0, self.processors / blocks)  # fewer blocks than processors leave some idle
-        return self.launch_us + max(work.longest_us, turns, work.alone_us * spread)
+        return self.launch_us + max(work.longest_us, both(turns, work.alone_us * spread))
 
     def fits(self, work: Work, load: Work, share: float, us: float) -> float:
         """Which part of `work` may join `load` in a kernel with `share` that takes `us` at most, launch included."""
@@ -101,12 +102,24 @@ class Device:
             )
         if work.longest_us > us:
             return 0.0
+        us /= both(1.0, 1.0)  # so that both bounds at their limits fit
         blocks = self.blocks(share)
         spread = max(1.0, self.processors / blocks)
         return min(
             part_of(work.latency_us, us * blocks - load.latency_us),
             part_of(work.alone_us, us / spread - load.alone_us),
         )
+
+
+def both(a: float, b: float) -> float:
+    """What two bounds come to together: the larger one, and more where they are alike."""
+    most = max(a, b)
+    return most * sum((x / most) ** _SHARP for x in (a, b)) ** (1 / _SHARP) if most > 0 else 0.0
+
+
+def rest_of(whole: float, a: float) -> float:
+    """The other bound of `both`, from what they come to and one of them."""
+    return whole * max(0.0, 1 - (a / whole) ** _SHARP) ** (1 / _SHARP) if 0 <= a < whole else 0.0
 
 
 def part_of(need: float, room: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from recom_jax.corun import pull
+from recom_jax.corun.cost import BLOCKS
 from recom_jax.corun.rules import Leaf, pulled
 from recom_jax.corun.symbols import Number, Unsupported, Writer, canonical, filled, type_of
 
@@ -129,6 +130,7 @@ def compile_prep(prep: Callable[[Any], Any], raw_like: Any) -> PrepKernels:
             units[k] = dataclasses.replace(d.unit, cls=c, words=len(words))
             words += [_signed(d.numbers[i].word) for i in varying]
     source = _SOURCE.format(
+        blocks=BLOCKS,
         classes="\n".join(texts),
         cases="\n".join(
             f"      case {c}: for (int i = threadIdx.x; i < t.count; i += blockDim.x) "
@@ -230,7 +232,7 @@ def _draft(part: Part, name: str, result: Result, constants: dict[bytes, int]) -
     return _Draft(text, numbers, unit)
 
 
-_CLASS = """__device__ void class_{c}(const PrepParams& p, const long long* w, int e) {{
+_CLASS = """__device__ void class_{c}(const PrepParams& p, const Words& w, int e) {{
 {body}
 }}"""
 
@@ -238,10 +240,19 @@ _SOURCE = """#include "recom_ops.cuh"
 #include "recom_prep.h"
 
 namespace recom_cuda {{
+// What a kernel reads it never writes: said so, loads of one element need not wait for stores of another.
 template <class T>
 RECOM_FN T load(const unsigned char* base, int offset, int place) {{
-  return reinterpret_cast<const T*>(base + offset)[place];
+  if constexpr (kSame<T, pred>) {{
+    return __ldg(base + offset + place) != 0;
+  }} else {{
+    return __ldg(reinterpret_cast<const T*>(base + offset) + place);
+  }}
 }}
+struct Words {{
+  const long long* at;
+  RECOM_FN long long operator[](int k) const {{ return __ldg(at + k); }}
+}};
 template <class T>
 RECOM_FN void store(unsigned char* base, int offset, int place, T value) {{
   reinterpret_cast<T*>(base + offset)[place] = value;
@@ -266,11 +277,17 @@ RECOM_FN i32 sigrid_hash(u64 x, u64 salt, u64 limit) {{
 {classes}
 }}  // namespace recom_cuda
 
-extern "C" __global__ void __launch_bounds__(256) recom_prep(const __grid_constant__ recom_cuda::PrepParams p) {{
+extern "C" __global__ void __launch_bounds__(256, {blocks}) recom_prep(
+    const __grid_constant__ recom_cuda::PrepParams p) {{
   using namespace recom_cuda;
-  for (int k = blockIdx.x; k < p.n_tiles; k += gridDim.x) {{
-    const PrepTile t = p.tiles[k];
-    const long long* const w = p.words + t.words;
+  int k = blockIdx.x;
+  if (k >= p.n_tiles) return;
+  PrepTile next = p.tiles[k];
+  while (k < p.n_tiles) {{
+    const PrepTile t = next;
+    k += gridDim.x;
+    if (k < p.n_tiles) next = p.tiles[k];
+    const Words w{{p.words + t.words}};
     switch (t.cls) {{
 {cases}
     }}

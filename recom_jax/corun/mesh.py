@@ -2,12 +2,13 @@
 
 `specs` say how the prepared batch lies on the mesh. Split by rows, a device prepares its rows; split by features
 (tables that are parted between the devices), it prepares the features whose tables it owns, for all rows, and reads
-no other raw columns: nothing has to be exchanged. Each device has a ring, streams and kernels of its own; `begin` runs
-on each device under `shard_map`, and the step gets a batch that is put together of theirs.
+no other raw columns: nothing has to be exchanged. Each device has a ring, streams and kernels of its own,
+and the step gets a batch that is put together of theirs.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from recom_jax.corun import calls
 from recom_jax.corun import runtime as rt
 from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.steps import Steps
@@ -116,16 +116,7 @@ class MeshRuntime:
         self.marks = parts[0].marks
         self._tokens: dict[tuple[int, ...], Any] = {}
         self._views: dict[tuple[int, ...], Any] = {}
-        axes = PartitionSpec(mesh.axis_names)
-        self.begin = jax.jit(
-            jax.shard_map(
-                lambda t: calls.begin(t.reshape(-1)).reshape(1, -1),
-                mesh=mesh,
-                in_specs=axes,
-                out_specs=axes,
-                check_vma=False,
-            )
-        )
+        self.ahead = parts[0].ahead
 
     def pack(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         slots: list[int] = []
@@ -181,8 +172,14 @@ class MeshRuntime:
             ]
         return found
 
-    def key(self) -> Any:
-        return self.kernels.results, self.mesh, str(self.specs), self.marks
+    def begin(self, slots: tuple[int, ...], device: Any, committed: bool) -> None:
+        devices = self.mesh.devices.flat
+        for p, slot, d in zip(self.parts, slots, devices, strict=True):
+            p.begin(slot, d, True)
+
+    @functools.cached_property
+    def key(self) -> str:
+        return repr((self.kernels.results, self.mesh, self.specs, self.marks))
 
     def batch_like(self) -> Any:
         """Shapes of the whole batch."""
@@ -246,10 +243,12 @@ class MeshEngine(Engine):
         slots: int,
         schedule: Callable[[PrepKernels], rt.Schedule],
         profile: bool = False,
+        ahead: int = 1,
     ) -> None:
         first = mesh.devices.flat[0]
+        make, processors = places[0]
         super().__init__(
-            compilers[0], steps, places[0][0], first, places[0][1], slots, schedule, profile
+            compilers[0], steps, make, first, processors, slots, schedule, profile, ahead
         )
         self._compilers, self._mesh, self._specs, self._places = compilers, mesh, specs, places
 
@@ -259,7 +258,13 @@ class MeshEngine(Engine):
             kernels = compiler(like)
             parts.append(
                 rt.PrepRuntime(
-                    kernels, self._schedule(kernels), self.slots, make, processors, self._profile
+                    kernels,
+                    self._schedule(kernels),
+                    self.slots,
+                    make,
+                    processors,
+                    self._profile,
+                    self._ahead,
                 )
             )
         return MeshRuntime(parts, self._mesh, self._specs)

@@ -16,13 +16,14 @@ from recom_jax import stage as staging
 from recom_jax.corun import runtime as rt
 from recom_jax.corun import units
 from recom_jax.corun.device import Device, Threads
+from recom_jax.corun.duel import duel, rivals
 from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.mesh import MeshEngine, compilers_of, on_mesh
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import Measured, Plan
 from recom_jax.corun.planner import plan_for, plan_for_kernels
 from recom_jax.corun.prep import compile_prep, like
-from recom_jax.corun.probe_stream import Probed, probe_step
+from recom_jax.corun.probe_stream import Probed, Prober
 from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
@@ -71,6 +72,7 @@ class Pipeline:
         self._made_engine: Engine | None = None
         self._offline: Engine | None = None
         self._step_on_stream: Steps | None = None
+        self.prober: Prober | None = None
         self.probed: Probed | None = None
         self._source: Source | None = None
         self._position = 0
@@ -194,17 +196,17 @@ class Pipeline:
     ) -> Engine:
         """Another engine for this pipeline's program and step, as `corun.measure` needs."""
         timed = self.options.profile if profile is None else profile
+        ahead = self.options.steps_in_flight
         device = jax.devices()[0]
         if self.mesh is None:
             made, processors = _place_of(device)
             steps = self._steps_of(device)
-            return Engine(
-                self._compilers[0], steps, made, device, processors, slots, schedule, timed
-            )
+            compiler = self._compilers[0]
+            return Engine(compiler, steps, made, device, processors, slots, schedule, timed, ahead)
         places = [_place_of(d) for d in self.mesh.devices.flat]
         steps = self._steps_of(self.mesh.devices.flat[0])
         return MeshEngine(
-            self._compilers, steps, self.mesh, self.specs, places, slots, schedule, timed
+            self._compilers, steps, self.mesh, self.specs, places, slots, schedule, timed, ahead
         )
 
     def _steps_of(self, device: Any) -> Steps:
@@ -307,18 +309,24 @@ class Pipeline:
             )
         try:
             kernels = found[0].runtime.kernels
-            probed = None
+            self._plan = plan_for_kernels(kernels, None, self._measured(), self.options)
             if self.options.probe:
                 timed = functools.partial(self.make_engine, 3, profile=True)
-                probed = self.probed = probe_step(
+                self.prober = Prober(
                     self._step, self._seen, kernels, made, timed, engine.processors
                 )
-            self._plan = plan_for_kernels(kernels, probed, self._measured(), self.options)
+                self._plan = self._probed_plan(kernels, self.prober)
             self._predicted_s = self._plan.predicted_us / 1e6
             engine.reschedule(self.schedule_of)
         finally:
             self._running.release()
         return self._plan
+
+    def _probed_plan(self, kernels: PrepKernels, prober: Prober) -> Plan:
+        probed = self.probed = prober.probed()
+        plan = plan_for_kernels(kernels, probed, self._measured(), self.options)
+        plans = rivals(plan, probed, self.options)
+        return duel(plans, kernels, probed.alone_us, prober.run, prober.cache, prober.key)
 
     def follow(self, plan: Plan) -> None:
         """Executes a plan that another pipeline of the same preprocessing program made, from the next run on."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
-from recom_jax.corun.cost import Device, Work
+from recom_jax.corun.cost import Device, Work, rest_of
 from recom_jax.corun.fuse import segments, whole
 from recom_jax.corun.kernels import TILE, PrepKernels
 from recom_jax.corun.plan import Stage
@@ -105,11 +105,6 @@ class Probed:
         )
 
     @property
-    def best(self) -> Beside | None:
-        """Where one kernel with everything costs the step least."""
-        return min(self.beside, key=lambda b: (b.lost_us, b.took_us), default=None)
-
-    @property
     def errors(self) -> tuple[float, ...]:
         """Of those predictions, relative to what was measured."""
         return tuple((p - m) / m for _, p, m in self.parts)
@@ -162,12 +157,13 @@ def median(values: Sequence[float]) -> float:
 
 
 def alone(
-    kernels: PrepKernels, names: Sequence[str], seed: int = 0
+    kernels: PrepKernels, seed: int = 0
 ) -> tuple[rt.Schedule, list[tuple[tuple[int, ...], float]]]:
     """The schedule of the run in front of the step, and the (units, share) of its random parts."""
     n = len(kernels.units)
     everything = tuple((k, 0.0, 1.0) for k in range(n))
-    launches = [rt.Launch(f"share {s}", 0, s, everything) for s in SHARES]
+    launches = [rt.Launch("first", 0, SHARES[0], everything)]  # brings the batch near
+    launches += [rt.Launch(f"share {s}", 0, s, everything) for s in SHARES]
     for c in sorted({u.cls for u in kernels.units}):
         mine = [k for k, u in enumerate(kernels.units) if u.cls == c]
         pieces = tuple((k, 0.0, 1.0) for k in mine)
@@ -186,7 +182,7 @@ def alone(
         share = float(SHARES[int(rng.integers(len(SHARES)))])
         parts.append((units, share))
         launches.append(rt.Launch(f"part {k}", 0, share, tuple((u, 0.0, 1.0) for u in units)))
-    return rt.Schedule(rt.SEQUENTIAL, tuple(launches), tuple(names)), parts
+    return rt.Schedule(rt.SEQUENTIAL, tuple(launches)), parts
 
 
 def fitted(
@@ -208,7 +204,12 @@ def fitted(
         made.append(ClassCost(c, single, turn, min(whole, few) / full))
     # Classes run one after the other fill the device less well than together.
     total = sum(m.full_us * full_tiles(kernels, m.cls) for m in made)
-    together = max(took[f"share {SHARES[0]}"] - launch, 1e-9)
+    tiles = sum(-(-u.rows * u.inner // TILE) for u in kernels.units)
+    turns = sum(m.turn_us * full_tiles(kernels, m.cls) for m in made)
+    together = rest_of(
+        took[f"share {SHARES[0]}"] - launch,
+        turns * math.ceil(tiles / min(device.blocks(SHARES[0]), tiles)) / tiles,
+    )
     by = min(1.0, together / total) if total > 0 else 1.0
     return device, tuple(dataclasses.replace(m, full_us=m.full_us * by) for m in made)
 
@@ -229,7 +230,8 @@ def _in_stage(
 ) -> rt.Schedule:
     """Everything in one kernel, beside one stage."""
     launches = rt.whole(kernels, rt.PLAN, share).launches
-    return rt.Schedule(rt.PLAN, tuple(dataclasses.replace(x, stage=stage) for x in launches), names)
+    launches = tuple(dataclasses.replace(x, stage=stage) for x in launches)
+    return rt.Schedule(rt.PLAN, launches, names, timed=True)
 
 
 def left_free(stage: Stage, k: int, found: Sequence[Beside], whole_us: float) -> Stage:
@@ -246,9 +248,7 @@ def left_free(stage: Stage, k: int, found: Sequence[Beside], whole_us: float) ->
 
 
 def probe(
-    engine_of: Callable[[Callable[[PrepKernels], rt.Schedule]], Engine],
-    columns: Any,
-    state: Any,
+    run: Callable[[Callable[[PrepKernels], rt.Schedule]], Times],
     names: Sequence[str],
     processors: int,
     cache: Cache | None = None,
@@ -257,8 +257,7 @@ def probe(
     """Measures a program's kernels and a step.
 
     Args:
-      engine_of: makes an engine that times kernels, with a schedule.
-      columns: a raw batch as columns; state: shapes and dtypes of the step's state.
+      run: trains some steps with a schedule, timed by events.
       names: the step's markers, in order; processors: the device's.
       cache, key: where it is kept.
     """
@@ -269,21 +268,11 @@ def probe(
         except (ValueError, TypeError, KeyError):  # of another version
             pass
     drawn: list[Any] = []
-    trained = made_up_state(state)
 
     def first(kernels: PrepKernels) -> rt.Schedule:
-        schedule, parts = alone(kernels, names)
+        schedule, parts = alone(kernels)
         drawn.append((kernels, parts))
         return schedule
-
-    def run(schedule: Callable[[PrepKernels], rt.Schedule]) -> Times:
-        nonlocal trained
-        engine = engine_of(schedule)
-        try:
-            times, trained = run_steps(engine, columns, trained)
-            return times
-        finally:
-            engine.close()
 
     times = run(first)
     kernels, parts = drawn[0]
@@ -294,7 +283,8 @@ def probe(
         for k, (units, share) in enumerate(parts)
     )
     whole_us = took[f"share {SHARES[0]}"]
-    bare = run(lambda k: dataclasses.replace(rt.whole(k, rt.SEQUENTIAL), stages=tuple(names)))
+    in_front = functools.partial(rt.whole, mode=rt.SEQUENTIAL)
+    bare = run(lambda k: dataclasses.replace(in_front(k), stages=tuple(names), timed=True))
     ends = [median(values) for _, values in bare.stages]
     step_us = max([median(bare.steps), *(e for e in ends if not math.isnan(e))])
     stages, before = [], 0.0
@@ -334,24 +324,47 @@ def probe(
     return made
 
 
-def probe_step(
-    step: Callable[[Any, Any], Any],
-    state: Any,
-    kernels: PrepKernels,
-    columns: Any,
-    engine_of: Callable[[Callable[[PrepKernels], rt.Schedule]], Engine],
-    processors: int,
-) -> Probed:
-    """What a device leaves free beside a step, from the cache or measured now.
+class Prober:
+    """Measures a user's step beside a program's kernels, on values that are made up.
 
     Args:
-      state: shapes and dtypes; columns: a raw batch, as columns; engine_of: as for `probe`.
+      step: the user's; state: shapes and dtypes of its state.
+      columns: a raw batch, as columns; engine_of: makes an engine that times kernels, with a schedule.
+      processors: the device's.
     """
-    inner = getattr(step, "__wrapped__", step)
-    batch = rt.batch_like(kernels)
-    closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
-    names = [part.name for part in cut(closed) if part.name != REST]
-    donated = donated_inputs(step, state, batch)
-    key = key_of_step(closed, donated, 0) + key_of("probe 3", kernels.source, kernels.words)
-    cache = Cache.of(CompilerOptions())
-    return probe(engine_of, columns, state, names, processors, cache, key)
+
+    def __init__(
+        self,
+        step: Callable[[Any, Any], Any],
+        state: Any,
+        kernels: PrepKernels,
+        columns: Any,
+        engine_of: Callable[[Callable[[PrepKernels], rt.Schedule]], Engine],
+        processors: int,
+    ) -> None:
+        inner = getattr(step, "__wrapped__", step)
+        batch = rt.batch_like(kernels)
+        closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
+        self.names = [part.name for part in cut(closed) if part.name != REST]
+        donated = donated_inputs(step, state, batch)
+        own = key_of("probe 4", kernels.source, kernels.words)
+        self.key = key_of_step(closed, donated, 0) + own
+        self.cache = Cache.of(CompilerOptions())
+        self._like, self.columns, self._engine_of = state, columns, engine_of
+        self._processors = processors
+        self._trained: Any = None
+
+    def run(self, schedule: Callable[[PrepKernels], rt.Schedule]) -> Times:
+        """Trains some steps with a schedule."""
+        if self._trained is None:
+            self._trained = made_up_state(self._like)
+        engine = self._engine_of(schedule)
+        try:
+            times, self._trained = run_steps(engine, self.columns, self._trained)
+            return times
+        finally:
+            engine.close()
+
+    def probed(self) -> Probed:
+        """What the device leaves free beside the step, from the cache or measured now."""
+        return probe(self.run, self.names, self._processors, self.cache, self.key)

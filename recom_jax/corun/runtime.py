@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from recom_jax.preprocess.values import Jagged
 PLAN, EAGER, SEQUENTIAL = 0, 1, 2
 _TOKEN_BYTES = 16
 _MOST_THREADS = 8
+_BYTES_A_THREAD = 4 << 20
+_CHECKED = 512  # steps
 _DLPACK_CODE = {"i": 0, "u": 1, "f": 2, "b": 6}
 _DLPACK_DEVICE = {"cpu": 1, "gpu": 2, "cuda": 2}
 
@@ -50,12 +53,13 @@ class Schedule:
     Attributes:
       mode: PLAN: kernels start with their stages; EAGER: as soon as a raw batch is there, on a stream of ours;
         SEQUENTIAL: in front of the step, on XLA's stream.
-      stages: names of the markers that end them, in order.
+      stages: names of the markers that end them, in order; timed: time them all (each marker costs the step something).
     """
 
     mode: int
     launches: tuple[Launch, ...]
     stages: tuple[str, ...] = ()
+    timed: bool = False
 
 
 def whole(kernels: PrepKernels, mode: int, share: float = 1.0) -> Schedule:
@@ -112,6 +116,7 @@ class PrepRuntime:
       kernels: the program; schedule: see there; slots: batches in the ring.
       make: what makes the native part; processors: multiprocessors of the device.
       profile: time each kernel.
+      ahead: steps that may be dispatched and unfinished.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class PrepRuntime:
         make: Make,
         processors: int,
         profile: bool = False,
+        ahead: int = 1,
     ) -> None:
         self.kernels, self.schedule = kernels, schedule
         tiles = [kernels.tiles(x.pieces) for x in schedule.launches]
@@ -135,6 +141,7 @@ class PrepRuntime:
         self.native = make(
             kernels,
             slots=slots,
+            ahead=ahead,
             in_bytes=kernels.in_bytes,
             results=[(r.offset, r.nbytes) for r in kernels.results],
             tiles=b"".join(t.tobytes() for t in tiles),
@@ -145,18 +152,20 @@ class PrepRuntime:
             mode=schedule.mode,
             profile=profile,
         )
-        self.marks = marks_of(schedule, profile)
+        self.marks = marks_of(schedule)
         self._places = ffi.extension().CorunPlaces(
             [
                 (x.offset, x.nbytes, np.dtype(x.dtype).kind, np.dtype(x.dtype).itemsize)
                 for x in kernels.leaves
             ]
         )
-        self._slots = slots
+        self._slots, self.ahead, self._begun = slots, ahead, 0
         self._tokens: dict[tuple[Any, bool], list[Any]] = {}
         self._views: dict[tuple[int, Any, bool], list[Any]] = {}
         self._lock = threading.Lock()
-        self._threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        # Each more that is awake takes time from the thread that trains.
+        wanted = max(1, kernels.in_bytes // _BYTES_A_THREAD)
+        self._threads = min(len(os.sched_getaffinity(0)), wanted, _MOST_THREADS)
 
     def pack(self, leaves: Sequence[Any]) -> int:
         """Copies the leaves of columns into a slot and starts their way to the device; the slot.
@@ -208,17 +217,24 @@ class PrepRuntime:
         capsule = self.native.view(place, k, list(result.shape), kind, where)
         return jax.dlpack.from_dlpack(_Exported(where, capsule))
 
-    def begin(self, token: Any) -> Any:
-        """A step begins with the batch of this token; returns what the step has to come behind."""
-        return _begin(token)
+    def begin(self, slot: int, device: Any, committed: bool) -> None:
+        """A step will be dispatched with the batch in this slot: XLA's stream waits for it.
+
+        On which stream that is, a program of XLA's tells: at first, and now and then again.
+        """
+        if self._begun % _CHECKED == 0:
+            jax.block_until_ready(_stream(self.token(slot, device, committed)))
+        self._begun += 1
+        self.native.begin(slot)
 
     def abandon(self, slot: int) -> None:
         """Gives a batch up that no step took."""
         self.native.abandon(slot)
 
-    def key(self) -> Any:
+    @functools.cached_property
+    def key(self) -> str:
         """What a compiled step depends on."""
-        return self.kernels.out_tree, self.kernels.results, self.marks
+        return repr((self.kernels.out_tree, self.kernels.results, self.marks))
 
     def batch_like(self) -> Any:
         """Shapes of the prepared batch."""
@@ -234,8 +250,8 @@ class PrepRuntime:
 
 
 @jax.jit
-def _begin(token: Any) -> Any:
-    return calls.begin(token)
+def _stream(token: Any) -> Any:
+    return calls.stream(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,10 +268,10 @@ class _Exported:
         return self.where
 
 
-def marks_of(schedule: Schedule, profile: bool) -> frozenset[str]:
+def marks_of(schedule: Schedule) -> frozenset[str]:
     """The markers at which kernels start; all of them where stages are timed."""
     ends = schedule.stages
-    if profile:
+    if schedule.timed:
         return frozenset(ends)
     if schedule.mode != PLAN:
         return frozenset()
@@ -341,10 +357,10 @@ def roomy(capacities: dict[str, int]) -> dict[str, int]:
     return {name: ladder(n + n // 8, 64) for name, n in capacities.items()}
 
 
-def ring_bytes(kernels: PrepKernels, slots: int) -> tuple[int, int]:
+def ring_bytes(kernels: PrepKernels, slots: int, ahead: int = 1) -> tuple[int, int]:
     """(page-locked host memory, device memory) of a ring, in bytes: known before anything is allocated."""
     own = len(kernels.words) + len(kernels.consts)
-    device = slots * kernels.in_bytes + (slots + 1) * kernels.out_bytes
+    device = slots * kernels.in_bytes + (slots + ahead) * kernels.out_bytes
     return slots * kernels.in_bytes, device + own
 
 

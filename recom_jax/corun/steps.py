@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from recom_jax import stage as staging
@@ -17,27 +19,28 @@ from recom_jax.errors import PipelineError
 class Steps:
     """The user's step on the batch in a slot: compiled once for each kind of state and batch, whatever the schedule.
 
-    Two programs run, one behind the other: `begin`, which makes the device wait for the batch, and the step, which
-    reads it where it is.
+    The step reads its batch where it was made. In front of it XLA's stream is made to wait for the batch, by a call of
+    the driver: a program of XLA's for that would cost the host more than the rest. Places are written again; at most
+    `ahead` steps are unfinished, so that none of them reads what is.
 
     Args:
       step: (state, batch) -> (state, metrics). What it donates of the state is donated.
-      device: where it runs, unless the state is committed to another device.
+      device: where it runs; a state that is committed elsewhere is an error.
     """
 
     def __init__(self, step: Callable[[Any, Any], Any], device: Any) -> None:
         self._step, self._device = step, device
         self._compiled: dict[Any, Any] = {}
+        self._flying: collections.deque[Any] = collections.deque()
         # Without streams (tests) nothing else keeps a step in front of what the next `begin` lets happen.
         self._serial = device.platform == "cpu"
-        self._ended: Any = None
 
     def __call__(
         self, state: Any, runtime: Any, slot: Any, begun: Callable[[], None] = lambda: None
     ) -> Any:
         """Dispatches a step; calls `begun` once the batch is the step's, whatever becomes of it then."""
         leaves, tree = jax.tree.flatten(state)
-        key = (tree, runtime.key())
+        key = (tree, runtime.key)
         run = self._compiled.get(key)
         if run is None:
             run = self._compiled[key] = self._compile(tree, state, runtime)
@@ -49,26 +52,29 @@ class Steps:
                 f"Pipeline: the state is on {home}, and batches are prepared on {self._device}; put the state there, "
                 "or pass corun.Options(runtime='threads')"
             )
+        while len(self._flying) >= (1 if self._serial else runtime.ahead):
+            wait_for(self._flying.popleft())
         batch = runtime.views(slot, self._device, committed)
-        token = runtime.token(slot, self._device, committed)
-        if self._serial:
-            jax.block_until_ready(self._ended)
-        gone = runtime.begin(token)
+        runtime.begin(slot, self._device, committed)
         begun()
         with calls.marking(runtime.marks):
-            made, ended = run(gone, batch, *leaves)
-        self._ended = ended
+            made, ended = run(batch, *leaves)
+        self._flying.append(ended or jax.tree.leaves(made[1]))
         return made
 
     def _compile(self, tree: Any, state: Any, runtime: Any) -> Any:
-        def run(gone: Any, batch: Any, *leaves: Any) -> Any:
+        def run(batch: Any, *leaves: Any) -> Any:
             given = jax.tree.unflatten(runtime.kernels.out_tree, calls.own(batch))
             made = self._step(jax.tree.unflatten(tree, leaves), given)
-            return made, (calls.own([gone]) if self._serial else [])
+            # Something must tell when the step has ended.
+            return made, [] if jax.tree.leaves(made[1]) else [jnp.zeros((), jnp.uint8)]
 
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state)
         donated = donated_inputs(self._step, like, runtime.batch_like())
         donated = donated[: len(jax.tree.leaves(state))]
-        places = [2 + k for k, d in enumerate(donated) if d]
-        # `gone` is used by nothing; the step waits for it all the same.
-        return jax.jit(run, donate_argnums=places, keep_unused=True)
+        return jax.jit(run, donate_argnums=[1 + k for k, d in enumerate(donated) if d])
+
+
+def wait_for(results: Any) -> None:
+    """Waits for results of a step, as far as they are still there: a user may have donated them."""
+    jax.block_until_ready([x for x in results if not x.is_deleted()])

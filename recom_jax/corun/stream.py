@@ -84,6 +84,7 @@ class Engine:
       slots: batches in a ring.
       schedule: kernels -> schedule; called once for each program, and again after `reschedule`.
       profile: time each kernel.
+      ahead: steps that may be dispatched and unfinished.
     """
 
     def __init__(
@@ -96,8 +97,9 @@ class Engine:
         slots: int,
         schedule: Callable[[PrepKernels], rt.Schedule],
         profile: bool = False,
+        ahead: int = 1,
     ) -> None:
-        self._compiler, self.steps = compiler, steps
+        self._compiler, self.steps, self._ahead = compiler, steps, ahead
         self._make, self.device, self.processors = make, device, processors
         self.slots, self._schedule, self._profile = slots, schedule, profile
         self._programs: list[Program] = []
@@ -130,6 +132,7 @@ class Engine:
             self._make,
             self.processors,
             self._profile,
+            self._ahead,
         )
 
     def program_or_none(self, columns: Any, strict: bool) -> tuple[Program, list[Any]] | None:

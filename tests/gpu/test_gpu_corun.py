@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.cases import gpu_corun_mesh
 from examples import rap_plans
 from recom_jax import corun
 from recom_jax import preprocess as pp
@@ -82,3 +83,25 @@ def test_without_command_buffers() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_over_all_devices(mapped: bool) -> None:
+    """Tables parted between however many there are; one is a mesh, too."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), (gpu_corun_mesh.AXIS,))
+    plan = rap_plans.plan(0, shrink=8, rows=500)
+    like = plan.model(dim=8, small=True)
+    parted = gpu_corun_mesh.Parted(like, mesh, mapped, frozen=True)
+    raws = list(plan.raw_batches(5, 16 * mesh.devices.size))
+    options = corun.Options(runtime="stream", slots=2)
+    assert gpu_corun_mesh.differences(parted, plan, raws, options) == 0
+
+
+def test_what_a_step_returns_of_its_batch_stays() -> None:
+    batches = [raw_batch(k, 500) for k in range(12)]
+    keeping = jax.jit(lambda s, b: (step({"table": s["table"]}, b)[0], b))
+    pipe = corun.Pipeline(prep, keeping, options=corun.Options(runtime="stream", slots=1))
+    kept = [m for _, m in pipe.run(start(), batches)]
+    for raw, got in zip(batches, kept, strict=True):
+        for name, want in pipe.prepare(raw).items():
+            np.testing.assert_array_equal(got[name], want)

@@ -1,0 +1,102 @@
+"""Plans held against one another on the device, as they will be run: the one with the fastest steps wins.
+
+A plan is made of what stages and kernels cost one by one. What it is worth as a whole only a run of it shows: a marker
+within the step costs something as well, and of many measured costs the smallest is likely to be too small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+
+from recom_jax.cache import Cache, key_of
+from recom_jax.corun import runtime as rt
+from recom_jax.corun.fuse import whole
+from recom_jax.corun.kernels import PrepKernels
+from recom_jax.corun.options import Options
+from recom_jax.corun.plan import AFTER, Kernel, Plan
+from recom_jax.corun.probe_stream import Beside, Probed, median
+from recom_jax.corun.stream import Times
+from recom_jax.corun.units import schedule_of
+
+ROUNDS = 3
+Run = Callable[[Callable[[PrepKernels], rt.Schedule]], Times]
+
+
+def rivals(plan: Plan, probed: Probed, options: Options) -> list[Plan]:
+    """The plan, and everything as one kernel: at the step's beginning, where it was cheapest, and behind."""
+    allowed = [
+        b
+        for b in sorted(probed.beside, key=lambda b: (b.lost_us, b.took_us))
+        if options.min_share <= b.share <= options.max_share
+    ]
+    singles = [b for b in allowed if b.stage == 0][:2] + [b for b in allowed if b.stage > 0][:1]
+    behind = Beside(len(plan.stages), 1.0, probed.alone_us, probed.alone_us)
+    made = [plan]
+    for b in (*singles, behind):
+        one = single(plan, b)
+        if all(_runs(one) != _runs(p) for p in made):
+            made.append(one)
+    return made
+
+
+def _runs(plan: Plan) -> list[tuple[object, ...]]:
+    return [(k.stage, k.share, k.pieces) for k in plan.kernels]
+
+
+def single(plan: Plan, b: Beside) -> Plan:
+    """The plan with everything as one kernel."""
+    stage = AFTER if b.stage == len(plan.stages) else plan.stages[b.stage].name
+    pieces = tuple((s.name, 0.0, 1.0) for s in plan.segments)
+    work = whole(plan.segments)
+    kernel = Kernel("k0.0", 0, stage, 0, b.share, pieces, work, 0.0, b.took_us)
+    return dataclasses.replace(plan, kernels=(kernel,) if pieces else ())
+
+
+def duel(
+    plans: Sequence[Plan],
+    kernels: PrepKernels,
+    alone_us: float,
+    run: Run,
+    cache: Cache | None = None,
+    key: str = "",
+) -> Plan:
+    """The plan with which steps follow one another fastest, its times those that were measured.
+
+    Args:
+      alone_us: of everything as one kernel; run: trains some steps with a schedule, timed by events.
+      cache, key: where the result is kept.
+    """
+    found = [schedule_of(p, kernels) for p in plans]
+    schedules = [s for s in found if s is not None]
+    key = key_of("duel 1", key, repr(schedules))
+    kept = None if cache is None else cache.get("probe", key)
+    try:
+        bare_us, periods = json.loads(kept) if kept is not None else (0.0, [])
+    except ValueError:
+        periods = []
+    if len(periods) != len(schedules):
+        bare_us, periods = measured(schedules, run)
+        if cache is not None:
+            cache.put("probe", key, json.dumps([bare_us, periods]).encode())
+    won = min(range(len(plans)), key=lambda k: periods[k])
+    return dataclasses.replace(
+        plans[won],
+        ideal_us=bare_us,
+        sequential_us=bare_us + alone_us,
+        predicted_us=max(bare_us, periods[won]),
+    )
+
+
+def measured(schedules: Sequence[rt.Schedule], run: Run) -> tuple[float, list[float]]:
+    """Microseconds from step to step with nothing beside it, and with each schedule: the best of interleaved runs."""
+    seen: list[list[tuple[float, float]]] = [[] for _ in schedules]
+    bare: list[float] = []
+    for _ in range(ROUNDS):
+        bare.append(median(run(lambda k: rt.whole(k, rt.SEQUENTIAL)).steps))
+        for times, schedule in zip(seen, schedules, strict=True):
+            t = run(lambda _, schedule=schedule: schedule)  # type: ignore[misc]
+            times.append((median(t.periods), median(t.steps)))
+    between = min(period - step for times in seen for period, step in times)
+    return min(bare) + max(0.0, between), [min(p for p, _ in times) for times in seen]
