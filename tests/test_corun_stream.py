@@ -18,10 +18,12 @@ from recom_jax.corun import calls, kernels, pipeline, runtime
 from recom_jax.corun.report import STREAM_MODES
 from recom_jax.errors import PipelineError, PreprocessError
 from tests import corun_emulation, cuda_emulation
+from tests.helpers import cpu_only
 
 pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing())),
+    cpu_only("tests/gpu runs the stream itself"),
 ]
 
 SEEDS = iter(range(1 << 30))
@@ -348,8 +350,8 @@ def test_memory_is_known_before_it_is_taken() -> None:
 def test_bad_plans_are_refused() -> None:
     k = native().kernels
     make_bad = functools.partial(
-        ffi.extension().CorunRuntime.simulated, seed=0, kernel=0, slots=1, ahead=1, in_bytes=256, results=[(0, 4)], tiles=b"",
-        words=k.words, consts=b"", stages=[], mode=0, profile=False,
+        ffi.extension().CorunRuntime.simulated, seed=0, kernel=0, slots=1, ahead=1, in_bytes=256, results=[(0, 4)],
+        tiles=b"", words=k.words, consts=b"", stages=[], mode=0, profile=False,
     )  # fmt: skip
     with pytest.raises(ValueError, match="tiles are not there"):
         make_bad(kernels=[(0, 1, 1, 0)])
@@ -430,7 +432,7 @@ def test_a_step_without_metrics() -> None:
 
     pipe = corun.Pipeline(prep, silent, options=corun.Options(slots=1, steps_in_flight=3))
     batches = [raw_batch(k) for k in range(12)]
-    for state, _ in pipe.run(start(), batches):
+    for state, _ in pipe.run(start(), batches):  # noqa: B007 - the last one counts
         pass
     want = start()
     for raw in batches:
