@@ -192,15 +192,15 @@ class Detector:
 
     def run(self) -> Detected:
         jaxpr = compat.open_jaxpr(self.closed)
-        for eqns in self.twins.slices(jaxpr):
-            self.twins.run(eqns)
+        self.twins.run(jaxpr)
         return demand(self, jaxpr)
 
     def step(self, eqns: Sequence[Any]) -> None:
         """Applies their rules to equations, in order."""
         from recom_jax.detect_bags import BAG_RULES
+        from recom_jax.detect_refused import refused_read
         from recom_jax.detect_rules import RULES
-        from recom_jax.detect_tables import TABLE_RULES, refused_read
+        from recom_jax.detect_tables import TABLE_RULES
 
         for eqn in eqns:
             name = eqn.primitive.name

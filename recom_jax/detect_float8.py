@@ -20,10 +20,14 @@ _FLOAT8 = frozenset(map(np.dtype, sorted(ir.FLOAT8)))
 
 def check_float8(eqn: Any, name: str) -> None:
     """Raises Refuse for arithmetic on float8 rows and for rounding to them, which stay in XLA."""
-    made, given = ([getattr(v.aval, "dtype", None) for v in vs] for vs in (eqn.outvars, eqn.invars))
-    if not any(t in _FLOAT8 for t in (*made, *given)):
+    for v in (*eqn.outvars, *eqn.invars):
+        if getattr(v.aval, "dtype", None) in _FLOAT8:
+            break
+    else:
         return
-    if name not in _MOVES or (name == "convert_element_type" and made[0] in _FLOAT8):
+    if name not in _MOVES or (
+        name == "convert_element_type" and eqn.outvars[0].aval.dtype in _FLOAT8
+    ):
         raise Refuse("float8 arithmetic: only lookups and conversions to wider types are fused")
 
 

@@ -12,8 +12,8 @@ from recom_jax.program import DIM, IMM, OPERAND, ClassDef
 from recom_jax.shape_solver.dims import DimLike, substitute, symbol, symbols
 
 if TYPE_CHECKING:
+    from recom_jax.renaming import Renaming
     from recom_jax.schedule import Piece
-    from recom_jax.twins import Renaming
 
 Slots = list[tuple[str, Any]]
 

@@ -11,7 +11,7 @@ across all columns of a model. They print themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from recom_jax.ir_nodes import (
@@ -37,9 +37,6 @@ E = TypeVar("E", bound=Expr)
 
 # (strides, offset) -> (strides, offset) in another index space; raises NotAffine.
 Remap = Callable[[Strides, DimLike], tuple[Strides, DimLike]]
-
-
-Renaming = Callable[[DimLike], DimLike]
 
 
 class NotAffine(Exception):
@@ -93,7 +90,8 @@ class Pool:
         if self.journal is not None:
             self.journal.append(("same_reads", take, old))
 
-    def _intern(self, kind: type[E], key: tuple[Any, ...], *fields: Any) -> E:
+    def intern(self, kind: type[E], key: tuple[Any, ...], *fields: Any) -> E:
+        """The expression with these fields; `key`: what tells it from others of its kind."""
         key = (kind, *key)
         found = self._known.get(key)
         if found is None:
@@ -101,22 +99,20 @@ class Pool:
         return cast(E, found)
 
     def load(self, var: Any, dtype: str, offset: DimLike, strides: Strides) -> Load:
-        return self._intern(
+        return self.intern(
             Load, (id(var), offset, strides), dtype, True, False, 0, var, offset, strides
         )
 
     def affine(self, dtype: str, offset: DimLike, strides: Strides) -> Affine:
-        return self._intern(
-            Affine, (dtype, offset, strides), dtype, True, False, 0, offset, strides
-        )
+        return self.intern(Affine, (dtype, offset, strides), dtype, True, False, 0, offset, strides)
 
     def const(self, dtype: str, value: Any) -> Const:
-        return self._intern(Const, (dtype, type(value), repr(value)), dtype, True, False, 0, value)
+        return self.intern(Const, (dtype, type(value), repr(value)), dtype, True, False, 0, value)
 
     def op(self, name: str, dtype: str, *args: Expr, exact: bool = True, arith: bool = False) -> Op:
         exact = exact and all(a.exact for a in args)
         key = (name, dtype, tuple(map(id, args)), exact, arith)
-        return self._intern(Op, key, dtype, exact, arith, sum(a.takes for a in args), name, args)
+        return self.intern(Op, key, dtype, exact, arith, sum(a.takes for a in args), name, args)
 
     def search(
         self,
@@ -132,7 +128,7 @@ class Pool:
     ) -> Search:
         fields = (offset, count, side, mode, grid, total)
         key = (dtype, id(x), id(var), *fields)
-        return self._intern(Search, key, dtype, x.exact, False, x.takes, x, var, *fields)
+        return self.intern(Search, key, dtype, x.exact, False, x.takes, x, var, *fields)
 
     def take(
         self,
@@ -151,7 +147,7 @@ class Pool:
     ) -> Take:
         fields = (rows, row_stride, base, cols, row_shift, mode)
         key = (id(table), id(idx), *fields, repr(fill), one_hot)
-        return self._intern(
+        return self.intern(
             Take, key, dtype, idx.exact, False, idx.takes + 1, table, idx, *fields, fill, one_hot
         )
 
@@ -165,7 +161,7 @@ class Pool:
 
     def reduce(self, kind: str, arg: Expr, sizes: tuple[DimLike, ...], init: Any) -> Reduce:
         exact = arg.exact and (kind != "sum" or not is_float(arg.dtype))
-        return self._intern(
+        return self.intern(
             Reduce,
             (kind, id(arg), sizes, repr(init)),
             arg.dtype,
@@ -192,7 +188,7 @@ class Pool:
     ) -> SegReduce:
         exact = data.exact and seg.exact and (kind != "sum" or not is_float(dtype))
         key = (kind, dtype, id(data), id(seg), total, bag, bag_offset, feature, repr(init))
-        return self._intern(
+        return self.intern(
             SegReduce,
             key,
             dtype,
@@ -277,77 +273,6 @@ class Pool:
         memo[(id(e), rank)] = new
         return new
 
-    def renamed(
-        self, e: Expr, variables: Mapping[int, Any], dim: Renaming, memo: dict[int, Expr]
-    ) -> Expr:
-        """`e` of other variables and sizes, node by node; notes and origins are the caller's business.
-
-        Args:
-          variables: by the ids of those in `e`.
-        """
-        found = memo.get(id(e))
-        if found is not None:
-            return found
-        new: Expr
-        if isinstance(e, Op):
-            args = tuple([self.renamed(a, variables, dim, memo) for a in e.args])
-            key = (e.name, e.dtype, tuple(map(id, args)), e.exact, e.arith)
-            new = self._intern(Op, key, e.dtype, e.exact, e.arith, e.takes, e.name, args)
-        elif isinstance(e, Const):
-            return e
-        elif isinstance(e, Load):
-            new = self.load(variables[id(e.var)], e.dtype, dim(e.offset), _dims(e.strides, dim))
-        elif isinstance(e, Affine):
-            new = self.affine(e.dtype, dim(e.offset), _dims(e.strides, dim))
-        elif isinstance(e, Take):
-            new = self.take(
-                variables[id(e.table)],
-                e.dtype,
-                idx=self.renamed(e.idx, variables, dim, memo),
-                rows=e.rows,
-                row_stride=e.row_stride,
-                base=e.base,
-                cols=_dims(e.cols, dim),
-                row_shift=_dims(e.row_shift, dim),
-                mode=e.mode,
-                fill=e.fill,
-                one_hot=e.one_hot,
-            )
-        elif isinstance(e, Search):
-            x = self.renamed(e.x, variables, dim, memo)
-            var = None if e.var is None else variables[id(e.var)]
-            total = None if e.total is None else dim(e.total)
-            new = self.search(
-                e.dtype, x, var, dim(e.offset), dim(e.count), e.side, e.mode, e.grid, total
-            )
-        elif isinstance(e, Reduce):
-            arg = self.renamed(e.arg, variables, dim, memo)
-            new = self.reduce(e.kind, arg, _dims(e.sizes, dim), e.init)
-        else:
-            assert isinstance(e, SegReduce)
-            new = self.seg_reduce(
-                e.kind,
-                e.dtype,
-                self.renamed(e.data, variables, dim, memo),
-                self.renamed(e.seg, variables, dim, memo),
-                dim(e.total),
-                _dims(e.bag, dim),
-                dim(e.bag_offset),
-                _dims(e.feature, dim),
-                e.init,
-            )
-        memo[id(e)] = new
-        return new
-
-
-def _dims(strides: Strides, dim: Renaming) -> Strides:
-    for s in strides:
-        if s.__class__ is not int:
-            break
-    else:
-        return strides
-    return tuple([s if s.__class__ is int else dim(s) for s in strides])
-
 
 def walk(e: Expr, seen: set[int] | None = None) -> list[Expr]:
     """Every distinct node of an expression, children first; without those in `seen`, to which they are added."""
@@ -418,7 +343,6 @@ __all__ = [
     "Pool",
     "Reduce",
     "Remap",
-    "Renaming",
     "Search",
     "SegReduce",
     "Strides",

@@ -99,6 +99,7 @@ class _Text:
         self.avals: dict[int, tuple[Any, str]] = {}
         self.bodies: dict[int, tuple[Any, str]] = {}
         self.literals: dict[int, str] = {}
+        self.same: dict[tuple[Any, ...], str] = {}
         self.dtypes: dict[Any, str] = {None: ""}
 
     def jaxpr(self, x: Any) -> list[str]:
@@ -109,7 +110,7 @@ class _Text:
         for e in jaxpr.eqns:
             params = self.params.get(id(e.params))
             if params is None:
-                params = self.params[id(e.params)] = self.value(e.params)
+                params = self.params[id(e.params)] = self.parameters(e.params)
             effects = ",".join(sorted(map(self.value, e.effects))) if e.effects else ""
             lines.append(
                 f"{e.primitive.name} {self.read(e.invars)} {params} {self.made(e.outvars)} {effects}"
@@ -152,6 +153,13 @@ class _Text:
             value = np.asarray(v.val)
             text = f"{self.aval(v.aval)}={self.dtype(value.dtype)}{value.tobytes().hex()}"
             self.literals[id(v)] = text
+        return text
+
+    def parameters(self, params: dict[str, Any]) -> str:
+        same = (*params, *map(id, params.values()))  # all parameters live as long as the jaxpr
+        text = self.same.get(same)
+        if text is None:
+            text = self.same[same] = self.value(params)
         return text
 
     def value(self, x: Any) -> str:

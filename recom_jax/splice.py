@@ -12,6 +12,8 @@ from recom_jax.detect_values import Detected
 from recom_jax.lowering import FusedCall, fused_p
 from recom_jax.schedule import Scheduled
 
+_VARYING = ("pvary", "pcast")
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
@@ -135,12 +137,14 @@ def _spread(
     They stay outside the call. There their transpose adds up what the devices make of one table; inside it would keep
     the derivative by the table from being fused.
     """
+    if not any(e.primitive.name in _VARYING for _, e in made_by.values()):
+        return {}
     tables = {id(v) for v in operands if len(v.aval.shape) >= 2}
     needed = _needed(made_by, {id(v) for v in operands}, outs)[0]
     found: dict[int, list[Any]] = {}
     others: set[int] = set()
     for eqn in needed:
-        if eqn.primitive.name in ("pvary", "pcast") and id(eqn.invars[0]) in tables:
+        if eqn.primitive.name in _VARYING and id(eqn.invars[0]) in tables:
             found.setdefault(id(eqn.invars[0]), []).append(eqn)
         else:
             others |= {id(v) for v in eqn.invars}

@@ -119,8 +119,6 @@ class _Inliner:
 
     def inlined(self, eqn: Any) -> Any | None:
         """The body to put in an equation's place, None to leave the equation."""
-        if eqn.primitive.name not in CALLS:
-            return None
         if eqn.primitive.name == SPARSE[0]:
             return compat.sparse_product(eqn)
         if not self.inlines(eqn):
@@ -150,10 +148,10 @@ class _Inliner:
         Inside a call of JAX's own (`jnp.take`), traced once and shared by all callers, equations get the
         `source` of the call.
         """
-        literal, known = compat.Literal, env.get
+        literal, known, drop, fresh = compat.Literal, env.get, compat.DropVar, compat.fresh_var
         for eqn in jaxpr.eqns:
             invars = [v if isinstance(v, literal) else known(v, v) for v in eqn.invars]
-            inner = self.inlined(eqn)
+            inner = self.inlined(eqn) if eqn.primitive.name in CALLS else None
             if inner is not None:
                 sparse = eqn.primitive.name == SPARSE[0]
                 body = compat.open_jaxpr(inner)
@@ -167,13 +165,13 @@ class _Inliner:
                     env[outer] = atom if isinstance(atom, literal) else scope[atom]
                 continue
             if rename:
-                outvars = []
-                for v in eqn.outvars:
-                    new = v if isinstance(v, compat.DropVar) else compat.fresh_var(v.aval)
-                    env[v] = new
-                    outvars.append(new)
-                extra = {"source_info": source} if source is not None else {}
-                self.eqns.append(eqn.replace(invars=invars, outvars=outvars, **extra))
+                outvars = [v if isinstance(v, drop) else fresh(v.aval) for v in eqn.outvars]
+                env.update(zip(eqn.outvars, outvars, strict=True))
+                if source is None:
+                    self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
+                else:
+                    new = eqn.replace(invars=invars, outvars=outvars, source_info=source)
+                    self.eqns.append(new)
             elif any(a is not b for a, b in zip(invars, eqn.invars, strict=True)):
                 self.eqns.append(eqn.replace(invars=invars))
             else:

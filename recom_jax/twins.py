@@ -16,72 +16,40 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from recom_jax import compat, ir, templates
-from recom_jax.detect_values import Part, Read, Val
-from recom_jax.shape_solver import proofs
-from recom_jax.shape_solver.dims import DimLike, substitute
+from recom_jax import ir
+from recom_jax.detect_values import Read, Val
+from recom_jax.renaming import Renaming
+from recom_jax.shape_solver.dims import DimLike
+from recom_jax.twins_keys import LEAST, LONGEST, Keys, slices
 
 if TYPE_CHECKING:
     from recom_jax.detect import Detector
 
 ENABLED = True  # tests: let the rules run on every slice
 
-LEAST, LONGEST = 2, 128  # equations of a slice
-LARGEST_CONSTANT = 1 << 16  # bytes; larger ones are their own twins only
 
-_JOINS = ("concatenate", "stack")  # where columns meet: no slice goes on behind them
-_FAR = 1 << 60
-
-
-class Renaming:
-    """The variables and sizes of one slice in the place of another's.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Record:
+    """What the rules did with a slice, as it was noted.
 
     Attributes:
-      variables: by the ids of those of the first slice.
-      sizes: by the names of the first slice's symbols.
+      old: sizes of leaves that were operands before.
+      before, after: how many reads, other gathers and new constants there were.
+      operands: id of each new one, its value, and whether `Detector.val` knows it as that.
+      values: of each variable made.
     """
 
-    def __init__(self, pool: ir.Pool, variables: dict[int, Any], sizes: dict[str, DimLike]) -> None:
-        self.pool, self.variables, self.sizes = pool, variables, sizes
-        self.memo: dict[int, ir.Expr] = {}
-        self.late: Sequence[
-            tuple[Any, ...]
-        ] = ()  # of the journal: what concerns values nobody asked for yet
-        self.first_read = 0  # how many more reads were before this slice than before the first one
-
-    def dim(self, d: DimLike) -> DimLike:
-        if isinstance(d, int):
-            return d
-        return self.sizes[d.name] if d.name is not None else substitute(d, self.sizes)
-
-    def expr(self, e: ir.Expr) -> ir.Expr:
-        return self.pool.renamed(e, self.variables, self.dim, self.memo)
-
-    def val(self, v: Val) -> Val:
-        shape = tuple(map(self.dim, v.shape))
-        if v.expr is not None:
-            return Val(shape, self.expr(v.expr))
-        return Val(shape, None, tuple(map(self._part, v.parts)))
-
-    def _part(self, p: Part) -> Part:
-        shape, strides = tuple(map(self.dim, p.shape)), tuple(map(self.dim, p.strides))
-        return Part(self.expr(p.expr), shape, self.dim(p.offset), strides)
-
-    def again(self, journal: Sequence[tuple[Any, ...]]) -> None:
-        """Does what a journal of the pool's says, in these names."""
-        for what, e, value in journal:
-            new: Any = self.expr(e)
-            if what == "note":
-                self.pool.note(new, value)
-            elif what == "read":
-                self.pool.read(new, value + self.first_read)
-            else:
-                self.pool.same_reads(new, self.expr(value))  # type: ignore[arg-type]
+    eqns: Sequence[Any]
+    leaves: tuple[Any, ...]
+    journal: list[tuple[Any, ...]]
+    old: list[DimLike]
+    before: tuple[int, int, int]
+    after: tuple[int, int, int]
+    operands: list[tuple[int, Val, bool]]
+    values: list[Val | None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,33 +58,34 @@ class Slice:
 
     Attributes:
       leaves: arguments and constants that it reads, in the order it reads them.
+      useful: nothing was done that cannot be done again.
       fresh, joined: what was done to the unifier: symbols made, sizes made one.
       journal, late: what was done to the pool, to expressions in results and to others.
       sizes: symbols of the leaves that were operands before, and those made; order: how their names sort.
       first_read: how many reads there were before it.
       reads, others: found in it, each with the place of its equation.
       operands: variables that became operands, and whether `Detector.val` knows them as that.
-      values: of the variables that it makes.
+      outs: ids of the variables that it makes. values: of those, by their places.
       results: values of the last equation's.
-      useful: nothing was done that cannot be done again.
       twins: how many others there are.
     """
 
     eqns: Sequence[Any]
     leaves: tuple[Any, ...]
-    fresh: tuple[tuple[str, str, int, bool], ...]
-    joined: tuple[tuple[DimLike, DimLike], ...]
-    journal: tuple[tuple[Any, ...], ...]
-    late: tuple[tuple[Any, ...], ...]
-    sizes: tuple[DimLike, ...]
-    order: list[int]
-    first_read: int
-    reads: tuple[tuple[Read, int], ...]
-    others: tuple[tuple[int, str], ...]
-    operands: tuple[tuple[Any, Val, bool], ...]
-    values: tuple[tuple[Any, Val], ...]
-    results: tuple[tuple[int, Val], ...]
     useful: bool
+    fresh: tuple[tuple[str, str, int, bool], ...] = ()
+    joined: tuple[tuple[DimLike, DimLike], ...] = ()
+    journal: tuple[tuple[Any, ...], ...] = ()
+    late: tuple[tuple[Any, ...], ...] = ()
+    sizes: tuple[DimLike, ...] = ()
+    order: list[int] = dataclasses.field(default_factory=list)
+    first_read: int = 0
+    reads: tuple[tuple[Read, int], ...] = ()
+    others: tuple[tuple[int, str], ...] = ()
+    operands: tuple[tuple[Any, Val, bool], ...] = ()
+    outs: tuple[int, ...] = ()
+    values: tuple[tuple[int, Val], ...] = ()
+    results: tuple[tuple[int, Val], ...] = ()
     twins: int = 0
 
 
@@ -130,13 +99,13 @@ class Twins:
     def __init__(self, d: Detector) -> None:
         self.d = d
         self.later: dict[int, tuple[Renaming, Val]] = {}
-        self._slices: dict[Any, Slice] = {}
-        self._params: dict[int, int] = {}  # by id: their number, -1 if they cannot be compared
-        self._numbers: dict[Any, int] = {}
-        self._same: dict[tuple[Any, ...], int] = {}
-        self._literals: dict[int, Any] = {}
-        self._constants: dict[int, Any] = {}
-        self._bounds: dict[int, tuple[Any, ...]] = {}
+        self._slices: dict[Any, _Record | Slice] = {}
+        self._keys = Keys(d)
+
+    @property
+    def first(self) -> list[Slice]:
+        """The slices that have twins, or could have."""
+        return [s for s in self._slices.values() if isinstance(s, Slice)]
 
     def value(self, var: Any) -> Val:
         """The value of a variable inside a slice."""
@@ -145,148 +114,28 @@ class Twins:
         renaming.again(late)
         return renaming.val(value)
 
-    # ---- slices -------------------------------------------------------------------------------------------
-
-    def slices(self, jaxpr: Any) -> Iterator[Sequence[Any]]:
-        """The equations, cut into slices."""
-        eqns = jaxpr.eqns
+    def run(self, jaxpr: Any) -> None:
+        """Applies the rules to the equations of a jaxpr, in order."""
         if not ENABLED or self.d.symbolic:
-            yield eqns
+            self.d.step(jaxpr.eqns)
             return
-        last: dict[int, int] = {}  # of each variable: the last equation that reads it
-        joined: set[int] = set(map(id, jaxpr.outvars))
-        for n, e in enumerate(eqns):
-            if e.primitive.name in _JOINS:
-                joined.update(map(id, e.invars))
-            else:
-                for v in e.invars:
-                    last[id(v)] = n
-        last.update(dict.fromkeys(joined, _FAR))
-        ends = [max([last.get(id(v), n) for v in e.outvars], default=n) for n, e in enumerate(eqns)]
-        start = 0
-        while start < len(eqns):
-            open_until, end = -1, start
-            for n in range(start, min(start + LONGEST, len(eqns))):
-                if open_until <= n:
-                    end = n
-                if ends[n] >= start + LONGEST:
-                    break
-                open_until = max(open_until, ends[n])
-            yield eqns[start : end + 1]
-            start = end + 1
+        for eqns in slices(jaxpr):
+            self._slice(eqns)
 
-    def run(self, eqns: Sequence[Any]) -> None:
+    def _slice(self, eqns: Sequence[Any]) -> None:
         """Applies the rules to a slice, or renames what they did with its twin."""
-        found = self._key(eqns) if LEAST <= len(eqns) <= LONGEST else None
+        found = self._keys.of(eqns) if LEAST <= len(eqns) <= LONGEST else None
         if found is None:
             self.d.step(eqns)
             return
         key, leaves = found
         first = self._slices.get(key)
+        if isinstance(first, _Record):
+            first = self._slices[key] = self._first(first)
         if first is not None and not first.useful:
             self.d.step(eqns)
         elif first is None or not self._again(first, eqns, leaves):
             self._slices[key] = self._record(eqns, leaves)
-
-    # ---- keys ---------------------------------------------------------------------------------------------
-
-    def _key(self, eqns: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-        """What twins have in common, and the leaves; None for a slice that has no twins."""
-        d, literal = self.d, compat.Literal
-        if d.forced and any(id(v) in d.forced for e in eqns for v in e.outvars):
-            return None
-        places: dict[int, int] = {}
-        leaves: list[Any] = []
-        parts: list[Any] = []
-        bounds: dict[int, Any] = {}  # constants that searches alone have read so far, by id
-        numbers, literals, add = self._params, self._literals, parts.append
-        for e in eqns:
-            number = numbers.get(id(e.params))
-            if number is None:
-                number = numbers[id(e.params)] = self._number(e.params)
-            if number < 0:
-                return None
-            add(e.primitive.name)
-            add(number)
-            for v in e.invars:
-                if v.__class__ is literal:
-                    add(literals.get(id(v)) or self._literal(v))
-                    continue
-                place = places.get(id(v))
-                if place is None:
-                    if id(v) not in d.arguments:
-                        return None
-                    leaves.append(v)
-                    place = places[id(v)] = -len(leaves)
-                    parts += (v.aval.shape, getattr(v.aval, "dtype", None))
-                    if id(v) in d.value_of:
-                        if _searched(e, v):
-                            bounds[id(v)] = v
-                            add(self._boundaries(d.value_of[id(v)]))
-                        else:
-                            add(self._constant(d.value_of[id(v)]))
-                    elif id(v) in d.operands and not _is_table(e, v):
-                        return None
-                    if id(v) in d.operands:
-                        add("read before")
-                elif (
-                    bounds and id(v) in bounds and not _searched(e, v)
-                ):  # its values count after all
-                    add(self._constant(d.value_of[id(bounds.pop(id(v)))]))
-                add(place)
-            for v in e.outvars:
-                places[id(v)] = len(places)
-        return tuple(parts), tuple(leaves)
-
-    def _literal(self, v: Any) -> Any:
-        found = self._literals.get(id(v))
-        if found is None:
-            value = np.asarray(v.val)
-            text = (str(v.aval.dtype), str(value.dtype), value.shape, value.tobytes())
-            found = self._literals[id(v)] = (
-                "literal",
-                self._numbers.setdefault(text, len(self._numbers)),
-            )
-        return found
-
-    def _number(self, params: dict[str, Any]) -> int:
-        """The same number for the same parameters only; -1 where that cannot be said."""
-        same = (*params, *map(id, params.values()))  # all parameters live as long as the jaxpr
-        number = self._same.get(same)
-        if number is None:
-            found = tuple([(k, _exact(v)) for k, v in params.items()])
-            try:
-                number = self._numbers.setdefault(found, len(self._numbers))
-            except TypeError:
-                number = -1
-            self._same[same] = number
-        return number
-
-    def _constant(self, value: Any) -> tuple[str, Any]:
-        """What is equal for arrays of equal bytes only."""
-        found = self._constants.get(id(value))
-        if found is None:
-            large = getattr(value, "nbytes", _FAR) > LARGEST_CONSTANT
-            found = id(value) if large else np.asarray(value).tobytes()
-            self._constants[id(value)] = found
-        return "constant", found
-
-    def _boundaries(self, value: Any) -> tuple[Any, ...]:
-        """All that `detect_search` asks of the boundaries of a search."""
-        found = self._bounds.get(id(value))
-        if found is None:
-            array = np.asarray(value)
-            if array.ndim != 1 or not array.size or array.dtype.kind not in "iuf":
-                return self._constant(value)
-            found = self._bounds[id(value)] = (
-                "boundaries",
-                str(array.dtype),
-                proofs.sorted_ascending(array),
-                bool(array[-1] >= array[0]),
-                proofs.has_subnormals(array),
-                repr(proofs.uniform_grid(array)),
-            )
-        return found
 
     def _old(self, leaves: Sequence[Any]) -> list[DimLike]:
         """The sizes of leaves that were read before."""
@@ -295,9 +144,10 @@ class Twins:
 
     # ---- the first of its kind ----------------------------------------------------------------------------
 
-    def _record(self, eqns: Sequence[Any], leaves: tuple[Any, ...]) -> Slice:
+    def _record(self, eqns: Sequence[Any], leaves: tuple[Any, ...]) -> _Record:
+        """Lets the rules run, and notes what they do: most of it is looked at only if there is a twin."""
         d = self.d
-        reads, others, extra = len(d.reads), len(d.others), len(d.extra_consts)
+        before = len(d.reads), len(d.others), len(d.extra_consts)
         operands, old = len(d.operands), self._old(leaves)
         journal: list[tuple[Any, ...]] = []
         d.pool.journal = d.unifier.journal = journal
@@ -305,45 +155,65 @@ class Twins:
             d.step(eqns)
         finally:
             d.pool.journal = d.unifier.journal = None
-        row = {id(e): n for n, e in enumerate(eqns)}
         made = [v for e in eqns for v in e.outvars]
-        variables = {id(v): v for v in (*leaves, *made)}
         new = list(itertools.islice(reversed(d.operands.items()), len(d.operands) - operands))[::-1]
-        found = [*((r.eqn, "") for r in d.reads[reads:]), *d.others[others:]]
-        useful = (
-            all(id(e) in row for e, _ in found)
-            and all(id(r.table) in variables for r in d.reads[reads:])
-            and len(d.extra_consts) == extra
-            and all(x[0] != "resolve" for x in journal)
-            and all(not isinstance(n, int) and n.name is not None for n in old)
+        return _Record(
+            eqns,
+            leaves,
+            journal,
+            old,
+            before,
+            (len(d.reads), len(d.others), len(d.extra_consts)),
+            [(k, v, k in d.env) for k, v in new],
+            [d.env.get(id(v)) for v in made],
         )
-        sizes = [*old, *(x[1] for x in journal if x[0] == "fresh")]
-        values = [(v, d.env[id(v)]) for v in made if id(v) in d.env]
-        results = [(k, d.env[id(v)]) for k, v in enumerate(eqns[-1].outvars) if id(v) in d.env]
-        takes = {id(x[1]): x[1] for x in journal if x[0] in ("read", "same_reads")}
-        done = [x for x in journal if x[0] == "note"]
-        done += [("read", t, n) for k, t in takes.items() for n in sorted(d.pool.origins[k])]
-        useful &= all(n >= reads for k in takes for n in d.pool.origins[k])
+
+    def _first(self, r: _Record) -> Slice:
+        """A slice that has a twin."""
+        d = self.d
+        reads, others = d.reads[r.before[0] : r.after[0]], d.others[r.before[1] : r.after[1]]
+        row = {id(e): n for n, e in enumerate(r.eqns)}
+        made = [v for e in r.eqns for v in e.outvars]
+        variables = {id(v): v for v in (*r.leaves, *made)}
+        takes = {id(x[1]): x[1] for x in r.journal if x[0] in ("read", "same_reads")}
+        numbers = {k: sorted(d.pool.origins[k]) for k in takes}
+        useful = (
+            all(id(e) in row for e in (*(x.eqn for x in reads), *(e for e, _ in others)))
+            and all(id(x.table) in variables for x in reads)
+            and r.before[2] == r.after[2]
+            and all(x[0] != "resolve" for x in r.journal)
+            and all(not isinstance(n, int) and n.name is not None for n in r.old)
+            and all(n >= r.before[0] for ns in numbers.values() for n in ns)
+        )
+        if not useful:
+            return Slice(r.eqns, r.leaves, useful=False)
+        sizes = [*r.old, *(x[1] for x in r.journal if x[0] == "fresh")]
+        last = len(made) - len(r.eqns[-1].outvars)
+        values = [(k, v) for k, v in enumerate(r.values) if v is not None]
+        results = [(k - last, v) for k, v in values if k >= last]
+        done = [x for x in r.journal if x[0] == "note"]
+        done += [("read", takes[k], n) for k, ns in numbers.items() for n in ns if n < r.after[0]]
         seen: set[int] = set()
-        for v in (*(v for _, v in results), *(v for _, v in new)):
+        for v in (*(v for _, v in results), *(v for _, v, _ in r.operands)):
             for e in [v.expr] if v.expr is not None else [p.expr for p in v.parts]:
                 ir.walk(e, seen)
         return Slice(
-            eqns,
-            leaves,
-            tuple((x[1].name, *x[2:]) for x in journal if x[0] == "fresh"),
-            tuple(x[1:] for x in journal if x[0] == "unify"),
-            tuple(x for x in done if id(x[1]) in seen),
-            tuple(x for x in done if id(x[1]) not in seen),
-            tuple(sizes) if useful else (),
-            _order([str(n) for n in sizes]),
-            reads,
-            tuple((r, row[id(r.eqn)]) for r in d.reads[reads:]) if useful else (),
-            tuple((row[id(e)], why) for e, why in d.others[others:]) if useful else (),
-            tuple((variables[k], v, k in d.env) for k, v in new),
-            tuple(values),
-            tuple(results),
-            useful,
+            r.eqns,
+            r.leaves,
+            useful=True,
+            fresh=tuple((x[1].name, *x[2:]) for x in r.journal if x[0] == "fresh"),
+            joined=tuple(x[1:] for x in r.journal if x[0] == "unify"),
+            journal=tuple(x for x in done if id(x[1]) in seen),
+            late=tuple(x for x in done if id(x[1]) not in seen),
+            sizes=tuple(sizes),
+            order=_order([str(n) for n in sizes]),
+            first_read=r.before[0],
+            reads=tuple((x, row[id(x.eqn)]) for x in reads),
+            others=tuple((row[id(e)], why) for e, why in others),
+            operands=tuple((variables[k], v, known) for k, v, known in r.operands),
+            outs=tuple(map(id, made)),
+            values=tuple(values),
+            results=tuple(results),
         )
 
     # ---- its twins ----------------------------------------------------------------------------------------
@@ -353,14 +223,13 @@ class Twins:
         d = self.d
         old = self._old(leaves)
         serial = d.unifier.next_serial()
-        names = [str(n) for n in old]
+        names = [str(n) if isinstance(n, int) else n.name or str(n) for n in old]
         names += [f"{x[1]}_{n}" for n, x in enumerate(first.fresh, serial)]
         if _order(names) != first.order:
             return False
-        variables = {id(a): b for a, b in zip(first.leaves, leaves, strict=True)}
-        for a, b in zip(first.eqns, eqns, strict=True):
-            for v, w in zip(a.outvars, b.outvars, strict=True):
-                variables[id(v)] = w
+        outs = [v for e in eqns for v in e.outvars]
+        variables = dict(zip(first.outs, outs, strict=True))
+        variables.update(zip(map(id, first.leaves), leaves, strict=True))
         sizes: dict[str, DimLike] = {str(a): b for a, b in zip(first.sizes, old, strict=False)}
         renaming = Renaming(d.pool, variables, sizes)
         for name, hint, size, literal in first.fresh:
@@ -378,8 +247,8 @@ class Twins:
         for r, row in first.reads:
             d.reads.append(Read(variables[id(r.table)], eqns[row], r.reason))
         d.others += [(eqns[row], why) for row, why in first.others]
-        for var, value in first.values:
-            self.later[id(variables[id(var)])] = renaming, value
+        for place, value in first.values:
+            self.later[id(outs[place])] = renaming, value
         for k, value in first.results:
             var = eqns[-1].outvars[k]
             self.later.pop(id(var))
@@ -387,10 +256,10 @@ class Twins:
             if made.expr is not None and value.expr is not None:
                 d.pool.twins[id(made.expr)] = value.expr, renaming
         if not first.twins:  # alone, it is not worth a renaming to itself
-            own = {k: v for e in first.eqns for k, v in ((id(v), v) for v in e.outvars)}
+            own = [v for e in first.eqns for v in e.outvars]
             itself = Renaming(
                 d.pool,
-                {**own, **{id(v): v for v in first.leaves}},
+                {id(v): v for v in (*own, *first.leaves)},
                 {str(n): n for n in first.sizes},
             )
             for _, value in first.results:
@@ -400,34 +269,9 @@ class Twins:
         return True
 
 
-def _searched(eqn: Any, var: Any) -> bool:
-    """Whether an equation reads a variable as the boundaries of a search, and only so."""
-    found = templates.recognise(eqn) if "jaxpr" in eqn.params else None
-    return (
-        found is not None
-        and var is eqn.invars[found.boundaries]
-        and var is not eqn.invars[found.query]
-    )
-
-
-def _is_table(eqn: Any, var: Any) -> bool:
-    return eqn.primitive.name == "gather" and var is eqn.invars[0] and var is not eqn.invars[1]
-
-
 def _order(names: Sequence[str]) -> list[int]:
     """How the names sort. Where terms are sorted by name, those of twins are sorted alike."""
     return sorted(range(len(names)), key=names.__getitem__)
 
 
-def _exact(x: Any) -> Any:
-    """1, 1.0 and True are equal in Python, and so are 0.0 and -0.0: not here."""
-    if isinstance(x, float):
-        return "float", x.hex()
-    if isinstance(x, (bool, int)):
-        return type(x), x
-    if isinstance(x, np.generic):
-        return str(x.dtype), x.tobytes()
-    return (type(x), *map(_exact, x)) if isinstance(x, (tuple, list)) else x
-
-
-__all__ = ["Renaming", "Twins"]
+__all__ = ["Slice", "Twins"]

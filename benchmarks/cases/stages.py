@@ -1,8 +1,10 @@
 """How long each stage of the compiler takes, by columns of model E."""
 
 import collections
+import dataclasses
 import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,18 +14,19 @@ import jax
 from benchmarks.context import Context
 from benchmarks.record import Result, Row, Target
 from benchmarks.workloads import make
-from recom_jax import compat, gate, pipeline
+from recom_jax import compat, gate, kept, pipeline
 from recom_jax.cuda import codegen
 from recom_jax.detect import detect
 from recom_jax.options import Options
 from recom_jax.schedule import schedule
 from recom_jax.simplify import simplify
-from recom_jax.splice import splice
-from recom_jax.trace import flatten
+from recom_jax.splice import Split, splice
+from recom_jax.trace import Traced, flatten
 
 SHARES = (0.1, 1.0)  # of the columns
 REPEATS = 3
 JAXS = ("trace", "lower", "compile")  # JAX's own work on what it is given
+APART = ("CUDA text", "cache key", "cache write", "cache read")  # not of every compilation
 BUDGET_US = 165  # of ours, a column
 
 
@@ -50,11 +53,13 @@ def run(context: Context) -> Result:
         for name, values in times.items():
             each = f"{1e3 * statistics.median(values) / w.columns:.0f} us a column"
             rows.append(Row.single(group, name, "", "ms", values, each))
-        ours = sum(statistics.median(v) for k, v in times.items() if k not in (*JAXS, "CUDA text"))
-        targets.append(
-            Target(f"{group}, ours, a column", 1e3 * ours / w.columns, "<=", BUDGET_US, "us")
-        )
-    return Result(tuple(rows), tuple(targets), {"jax's own": ", ".join(JAXS)})
+        ours = sum(statistics.median(v) for k, v in times.items() if k not in (*JAXS, *APART))
+        if share == max(SHARES):
+            title, us = f"{group}, ours, a column", 1e3 * ours / w.columns
+            measured = "all stages but JAX's own, the cache's and CUDA's"
+            targets.append(Target(title, us, "<=", BUDGET_US, "us", measured))
+    facts = {"jax's own": ", ".join(JAXS), "not in ours": ", ".join(APART)}
+    return Result(tuple(rows), tuple(targets), facts)
 
 
 def stages(fn: Callable[..., Any], args: Any) -> dict[str, float]:
@@ -85,6 +90,8 @@ def stages(fn: Callable[..., Any], args: Any) -> dict[str, float]:
     levels: dict[int, list[Any]] = collections.defaultdict(list)
     for out in simplified.outputs:
         levels[out.level].append(out)
+    traced = Traced(inlined, ("",) * len(leaves), tree)
+    key = timed("cache key", lambda: kept.key(traced, options))
     scheduled = timed(
         "schedule", lambda: [(k, schedule(detected, outs)) for k, outs in sorted(levels.items())]
     )
@@ -92,6 +99,12 @@ def stages(fn: Callable[..., Any], args: Any) -> dict[str, float]:
     jaxpr = timed("splice", lambda: splice(detected, detector.extra_consts, encoded, options))
     lowered = timed("lower", lambda: jax.jit(compat.jaxpr_as_fun(jaxpr)).lower(*leaves))
     timed("compile", lowered.compile)
+    split = Split(inlined, detected.kept, detected.value_of)
+    made = split, tuple(detector.extra_consts), tuple(scheduled)
+    with tempfile.TemporaryDirectory() as folder:
+        here = dataclasses.replace(options, cache_dir=folder)
+        timed("cache write", lambda: kept.keep(key or "", traced, here, made))
+        timed("cache read", lambda: kept.load(key or "", traced, here))
     timed("CUDA text", lambda: [codegen.generate(s.program) for _, s in scheduled])
     return found
 

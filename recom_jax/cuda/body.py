@@ -201,10 +201,6 @@ class Body(Regions):
         self.late = False
         if not self.is_row(src):
             self.put(f"if (has && me.lane == 0 && me.slice == 0) store({data} + {at}, r{src});")
-        elif src in self.apart:
-            self.put(
-                f"if (has) store_joined({data} + {at} + f, r{src}, me.slice, {self.apart[src]});"
-            )
         elif self.u.constants.get(step) == 1 or self.u.width == 1:
             self.put(f"if (has && me.slice == 0) store({data} + {at} + f, r{src});")
         else:

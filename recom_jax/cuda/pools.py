@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from recom_jax.cuda.text import KINDS, TYPES, Text, Unsupported
-from recom_jax.cuda.units import closure, reads, size_of, walk, writes
+from recom_jax.cuda.units import closure, size_of, walk, writes
 from recom_jax.program import Instr
 
-_ELEMENTWISE = ("UNARY", "BINARY", "CONVERT")
 _SMALL_TABLE = 1 << 22  # bytes: a table that a batch's bags may well read most of
 
 
@@ -26,32 +25,6 @@ class Pools(Text):
         start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'team.rank'})"
         start = f"spread<kVec>({start})" if row else start
         self.put(f"{self.type_of(dst)} r{dst} = {start};")
-        made = self.elementwise(b) if pool else None
-        if made is not None:
-            self.apart.update(dict.fromkeys(made, f"element{dst}"))
-            self.put(f"int element{dst} = -1;")
-
-    def elementwise(self, b: Instr) -> set[int] | None:
-        """A jagged bag's row and what is made of it, if that is done to each element alone and then stored.
-
-        Only to results whose features lie side by side. None: something needs the row as a whole.
-        """
-        if not self.jagged or self.slow or b.args[0] or self.u.width is None:
-            return None
-        made = {b.args[2]}
-        for i in walk(self.u.code):
-            if not made.intersection(reads(i)):
-                continue
-            if i.op == "STORE":
-                if self.u.width != 1 and self.u.constants.get(i.args[-1]) != 1:
-                    return None
-            elif i.op not in _ELEMENTWISE or any(
-                self.is_row(r) and r not in made for r in reads(i)
-            ):
-                return None
-            else:
-                made.add(self.dst(i))
-        return made
 
     def unrolled(self, index: str, n: str, line: str) -> None:
         self.put("#pragma unroll")
@@ -115,8 +88,8 @@ class Pools(Text):
             # Lanes hold features of their own. Of a number they hold parts, or copies where each computes all of it.
             lanes = "kLanes / kShare, team.size" if b in counts else "kLanes, kSlices"
             join = f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});"
-            if dst in self.apart:
-                join = f"{self.apart[dst]} = join_rows<{KINDS[kind]}, kLanes>(r{dst}, kSlices);"
+            if self.is_row(dst) and b not in counts and self.u.width is not None and not self.slow:
+                join = f"join_rows<{KINDS[kind]}, kLanes>(r{dst}, kSlices);"
             if self.jagged and not self.slow:
                 # A warp whose bags are all empty has nothing to join.
                 init = self.imm(self.cls.regs[dst].dtype, b.args[9 if b.op == "POOL" else 3])

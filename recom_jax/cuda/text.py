@@ -63,7 +63,6 @@ class Text:
         self.position = ""  # "q" inside a region
         self.late = False  # words are read again where they are used, to hold no register meanwhile
         self.jagged = False
-        self.apart: dict[int, str] = {}  # rows of which slices may hold an element each: which one
         self.inner = 0  # axes of the region's positions
         self.staged: list[
             tuple[Instr, list[Instr]]

@@ -119,13 +119,13 @@ class Unifier:
         differ."""
         if a is b:
             return
-        if self.journal is not None:
-            self.journal.append(("unify", a, b))
         if self._open and self.known(a) != self.known(b):
             return  # JAX may know why they are equal; here an example would be no proof
         av, bv = self.value(a), self.value(b)
         if av != bv:
             raise ShapeConflict(a, b, av, bv)
+        if self.journal is not None:
+            self.journal.append(("unify", a, b))
         ra, rb = self._root_of(a), self._root_of(b)
         if ra is not None and rb is not None:
             if ra != rb:

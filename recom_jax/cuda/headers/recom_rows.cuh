@@ -243,11 +243,10 @@ RECOM_FN void join_slices(Row<T, N>& acc, int lanes, int slices) {
     acc = combine<kKind>(acc, other);
   }
 }
-// The same with a third of the shuffles, for many slices: of a pair of slices one joins the first half of both rows, the
-// other one the second. Every element is joined in the order that it would be without. acc.v[0] is then an element of the
-// joined row: the one returned.
+// The same with half the shuffles, for many slices: one slice of a pair joins the first half of both rows, the other one
+// the second, and at last they tell each other. Every element is joined in the order that it would be without.
 template <int kKind, class T, int N>
-RECOM_FN int join_apart(Row<T, N>& acc, int lanes, int slices) {
+RECOM_FN void join_halves(Row<T, N>& acc, int lanes, int slices) {
   constexpr int kHalf = N / 2;
   if constexpr (N == 2 * kHalf) {
     const bool second = (static_cast<int>(threadIdx.x) & lanes) != 0;
@@ -258,32 +257,23 @@ RECOM_FN int join_apart(Row<T, N>& acc, int lanes, int slices) {
       other.v[i] = shuffle_xor(second ? acc.v[i] : acc.v[kHalf + i], lanes);
     }
     mine = combine<kKind>(mine, other);
-    const int at = join_apart<kKind>(mine, lanes * 2, slices / 2);
-    acc.v[0] = mine.v[0];
-    return (second ? kHalf : 0) + at;
+    join_halves<kKind>(mine, lanes * 2, slices / 2);
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const T theirs = shuffle_xor(mine.v[i], lanes);
+      acc.v[i] = second ? theirs : mine.v[i];
+      acc.v[kHalf + i] = second ? mine.v[i] : theirs;
+    }
   } else {
     join_slices<kKind>(acc, lanes, slices);
-    return 0;
   }
 }
-// Joins rows. Returns -1 if every slice has the whole row, else which element is this slice's acc.v[0]: the first slices
-// have one each.
 template <int kKind, int kLanes, class T, int N>
-RECOM_FN int join_rows(Row<T, N>& acc, int slices) {
-  if constexpr (kLanes <= 2 && (N == 2 || N == 4)) {
-    if (slices > N) return join_apart<kKind>(acc, kLanes, slices);
+RECOM_FN void join_rows(Row<T, N>& acc, int slices) {
+  if constexpr (kLanes <= 2 && N % 2 == 0 && N <= 4) {
+    if (slices > 4) return join_halves<kKind>(acc, kLanes, slices);
   }
   join_slices<kKind>(acc, kLanes, slices);
-  return -1;
-}
-// Stores what `join_rows` left.
-template <class E, class T, int N>
-RECOM_FN void store_joined(E* at, const Row<T, N>& value, int slice, int element) {
-  if (element < 0) {
-    if (slice == 0) store(at, value);
-  } else if (slice < N) {
-    at[element] = convert<E>(value.v[0]);
-  }
 }
 
 // Whether a row number that was seen stood for a missing row. As unsigned numbers kMissing is the largest of all.

@@ -136,7 +136,6 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       const bool has = on && mine < 8;
       const i32 f = mine < 8 ? mine : 0;
       Row<f32, kVec> r1 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
-      int element1 = -1;
       f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank);
       {
         const i32 total = static_cast<i32>(s2);
@@ -197,13 +196,13 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        if (kShare == 1 || most > 0) element1 = join_rows<kSum, kLanes>(r1, kSlices); else r1 = spread<kVec>(immediate<f32>(0));
+        if (kShare == 1 || most > 0) join_rows<kSum, kLanes>(r1, kSlices); else r1 = spread<kVec>(immediate<f32>(0));
         if (kShare == 1 || most > 0) join_slices<kSum>(r9, kLanes / kShare, team.size); else r9 = immediate<f32>(0);
       }
       const f32 r11 = immediate<f32>(1065353216);
       const f32 r12 = x_max(r9, r11);
       const Row<f32, kVec> r13 = x_div(r1, r12);
-      if (has) store_joined(out + i64{bag} * 8 + f, r13, me.slice, element1);
+      if (has && me.slice == 0) store(out + i64{bag} * 8 + f, r13);
     }
   }
   if (!block_ascends(seg_0, s2)) return class_0_any(p);

@@ -129,7 +129,6 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       const bool has = on && mine < 40;
       const i32 f = mine < 40 ? mine : 0;
       Row<f32, kVec> r4 = spread<kVec>(start_of<kMax>(immediate<f32>(static_cast<i64>(4286578688ull)), me.slice));
-      int element4 = -1;
       {
         const i32 total = static_cast<i32>(s2);
         const Range span = split_range(splits_3, s7, total, bag);
@@ -185,9 +184,9 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        if (kShare == 1 || most > 0) element4 = join_rows<kMax, kLanes>(r4, kSlices); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
+        if (kShare == 1 || most > 0) join_rows<kMax, kLanes>(r4, kSlices); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
       }
-      if (has) store_joined(out + i64{bag} * 40 + f, r4, me.slice, element4);
+      if (has && me.slice == 0) store(out + i64{bag} * 40 + f, r4);
     }
   }
   if (!block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7)) return class_0_any(p);
