@@ -63,8 +63,10 @@ class Steps:
         return made
 
     def _compile(self, tree: Any, state: Any, runtime: Any) -> Any:
+        out_tree = runtime.kernels.out_tree  # the runtime itself may go
+
         def run(batch: Any, *leaves: Any) -> Any:
-            given = jax.tree.unflatten(runtime.kernels.out_tree, calls.own(batch))
+            given = jax.tree.unflatten(out_tree, calls.own(batch))
             made = self._step(jax.tree.unflatten(tree, leaves), given)
             # Something must tell when the step has ended.
             return made, [] if jax.tree.leaves(made[1]) else [jnp.zeros((), jnp.uint8)]
