@@ -31,8 +31,8 @@ CLEARED = 25
 ENVIRONMENTS = {
     "cpu": {"JAX_PLATFORMS": "cpu"},
     # XLA's own defaults round the factors of a product to TF32, and leave out a rounding to 16 bits where the number is
-    # widened again at once, as for rows of `table.astype(bfloat16)` if the table has one row. The oracle is plain JAX as
-    # it is written (docs/semantics.md).
+    # widened again at once, as for rows of `table.astype(bfloat16)` if the table has one row. The oracle is plain
+    # JAX as it is written (docs/semantics.md).
     "cuda": {
         "JAX_PLATFORMS": "cuda,cpu",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
