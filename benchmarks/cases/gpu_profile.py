@@ -59,7 +59,7 @@ def metrics(text: str) -> dict[str, tuple[float, str]]:
     if first is None:
         said = [line for line in lines if "==ERROR==" in line or "==WARNING==" in line] or lines
         raise RuntimeError("Nsight Compute measured nothing: " + " ".join(said[-3:]))
-    found = {}
+    found: dict[str, tuple[float, str]] = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines[first:]))):
         try:
             value = float(row["Metric Value"].replace(",", ""))
