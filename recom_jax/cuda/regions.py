@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recom_jax.cuda.text import KINDS, TYPES, Text, Unsupported
+from recom_jax.cuda.text import KINDS, TYPES, Text, Unsupported, Variant
 from recom_jax.cuda.units import closure, reads, walk, writes
 from recom_jax.program import Instr, Reg
 
@@ -24,6 +24,10 @@ _STAGE_BYTES = 16384
 
 class Regions(Text):
     """Adds REGION and JREGION."""
+
+    @property
+    def any_order(self) -> bool:
+        return self.variant is Variant.ANY
 
     def region(self, i: Instr) -> None:
         """A loop over positions, and the reductions that it feeds."""
@@ -45,7 +49,7 @@ class Regions(Text):
         whole = any(b.op == "ACC" for b in parts[2])  # rows that count wherever there is a position
         rows = {r for b in parts[2] for r in reads(b) if made.get(r) == 1}
         flight = self.schedule.flight if len(parts[1]) + len(pools) <= 2 else 2
-        flight = 1 if self.slow else flight
+        flight = 1 if self.any_order else flight
         first = closure(parts[0], numbers | {b.args[2] for b in counts})
         for b in reductions:
             self.start(b)
@@ -73,7 +77,7 @@ class Regions(Text):
             at = table if base == "0" else f"{table} + {base}"
             self.put(f"const auto* const mine{b.args[2]} = kept({at} + f);")
         rounds = "end"
-        if self.jagged and not self.slow:
+        if self.jagged and not self.any_order:
             rounds = "team.most(end - span.begin)"
         self.put(f"const i32 most = {rounds};")
         self.put("for (i32 done = 0; done < most; done += kOwn * team.size) {")
@@ -110,6 +114,10 @@ class Regions(Text):
             else:
                 joined = f"join_missing<{kind}>(r{dst}, lost{dst}, missed{dst}.any(), "
             self.put(f"{joined}kLanes / kShare, team.size);")
+        if self.variant is Variant.LONG:
+            for b in reductions:
+                dst, kind = (b.args[2], b.args[1]) if b.op == "POOL" else (b.args[1], b.args[0])
+                self.put(f"join_parts<{KINDS[kind]}>(r{dst}, me, kLanes, parts);")
         self.one_hots(i, pools)
         self.depth -= 1
         self.put("}")
@@ -121,7 +129,10 @@ class Regions(Text):
         dst, kind = (b.args[2], b.args[1]) if pool else (b.args[1], b.args[0])
         init = self.imm(self.cls.regs[dst].dtype, b.args[9 if pool else 3])
         row = self.is_row(dst)
-        start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'team.rank'})"
+        rank = "me.slice" if row else "team.rank"
+        if self.variant is Variant.LONG:
+            rank = f"parts.rank + {rank}"
+        start = f"start_of<{KINDS[kind]}>({init}, {rank})"
         start = f"spread<kVec>({start})" if row else start
         self.put(f"{self.type_of(dst)} r{dst} = {start};")
 
@@ -244,7 +255,7 @@ class Regions(Text):
         self.put("const auto numbers = [&](i32 at_q, const Read& raw) -> Position {")
         self.depth += 1
         self.put("Position now;")
-        match = f" && seg_{region.args[1]}(at_q) == bag" if self.slow else ""
+        match = f" && seg_{region.args[1]}(at_q) == bag" if self.any_order else ""
         self.put(f"const bool in = at_q < end{match};")
         self.place(region, any(b.op == "AFFINE" for b in code), "at_q")
         for b in code:
@@ -287,10 +298,15 @@ class Regions(Text):
         else:
             sizes = [self.slot(s) for s in i.args[1:]]
             self.put(f"const i32 total = static_cast<i32>({' * '.join(sizes) or '1'});")
-        if not self.jagged or self.slow:
+        if not self.jagged or self.any_order:
             self.put("const Range span{0, total};")
             return
-        self.put(f"const Range span = {self.range_of(i, 'bag')};")
+        span = self.range_of(i, "bag")
+        if self.variant is Variant.LONG:
+            span = f"parts.of({span})"
+        else:  # rows that allow no vectors are rare, and have no code for long bags
+            span = f"kVec == {self.u.vec} ? unless_long({span}) : {span}"
+        self.put(f"const Range span = {span};")
 
     def range_of(self, i: Instr, bag: str) -> str:
         """The positions of a jagged bag, as text."""
@@ -330,7 +346,11 @@ class Regions(Text):
     def stageable(self, i: Instr, b: Instr) -> bool:
         """Whether positions read it side by side with their neighbours, in four or eight bytes."""
         splits = self.splits(i)
-        if not self.jagged or self.slow or (splits is not None and splits[0] == "LENGTHS"):
+        if (
+            not self.jagged
+            or self.variant is not Variant.USUAL
+            or (splits is not None and splits[0] == "LENGTHS")
+        ):
             return False
         _, buffer, _, _, *strides = b.args
         return self.u.dtypes[buffer] in _STAGED and [self.u.constants.get(s) for s in strides] == [
@@ -363,7 +383,7 @@ class Regions(Text):
             # Lanes hold features of their own. Of a number they hold parts, or copies where each computes all of it.
             lanes = "kLanes / kShare, team.size" if b in counts else "kLanes, kSlices"
             join = f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});"
-            if self.jagged and not self.slow:
+            if self.jagged and self.variant is Variant.USUAL:
                 # A warp whose bags are all empty has nothing to join.
                 init = self.imm(self.cls.regs[dst].dtype, b.args[9 if b.op == "POOL" else 3])
                 init = f"spread<kVec>({init})" if self.is_row(dst) else init
