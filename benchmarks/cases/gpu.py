@@ -251,7 +251,7 @@ def recom_bytes(model: RecomModel, batch: Any) -> int:
     return moved
 
 
-def copy_bandwidth(nbytes: int = 2 << 30) -> float:
+def copy_bandwidth(nbytes: int = 1 << 30) -> float:
     """TB/s of a large copy on the device, read and written bytes both counted."""
     x = jnp.zeros(nbytes // 4, jnp.float32)
     copy = jax.jit(
