@@ -60,8 +60,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--at-once", type=int, help="of cases in pieces: how many processes (default 4)")
     p.add_argument("--end-after", type=float, help="of cases in pieces: seconds after which what still runs is "
                    "ended; a later run goes on with what is missing (default 3600)")  # fmt: skip
-    p.add_argument("--patience", type=float, help="of cases in pieces: seconds that a timed part waits for "
-                   "compilers to end (default 600)")  # fmt: skip
+    p.add_argument("--patience", type=float, help="of cases in pieces: seconds from its process's start that a "
+                   "timed part waits for compilers to end (default 600)")  # fmt: skip
     p.add_argument("--compiled", type=pathlib.Path, help="of cases in pieces: folder that keeps XLA's code of "
                    "slow peers, for a run that goes on")  # fmt: skip
     p.add_argument("--list", action="store_true", help="say what would run, and stop")

@@ -37,7 +37,7 @@ class Beside:
     processes: int = 4
     seconds: float = 3600.0
     patience: float = 600.0
-    share: float = 0.1
+    share: float = 0.07
     compiled: pathlib.Path | None = None
 
 

@@ -104,7 +104,7 @@ def key_of(data: Data) -> tuple[str, str]:
 
 
 def case_charts(data: Data) -> Iterator[Chart]:
-    """The charts of one result: at most one of each unit."""
+    """The charts of one result: one of each unit, or one of each kind of groups where all of them become lines."""
     if data["case"] in NOT_DRAWN or data["settings"]["quick"]:
         return
     rows = [r for r in record.rows_of(data) if not r.group.endswith(MEMORY)]
@@ -119,15 +119,42 @@ def case_charts(data: Data) -> Iterator[Chart]:
             lines = _lines(mine, lambda r: _first_number(r.inputs), _without_number)
             yield Chart(name, title, unit, (), lines, "calling threads", _wide(mine))
             continue
-        over = _varying(mine)
-        if over is None:
+        kinds = _kinds(mine)
+        for k, rows_of_kind in enumerate(kinds if len(kinds) > 1 else ()):
+            x = _over(rows_of_kind)
+            more = f".{_plain(x)}" if k else ""
+            yield _line_chart(f"{name}{more}", f"{title}: by {x}", unit, rows_of_kind)
+        if len(kinds) > 1:
+            continue
+        if _varying(mine) is None:
             panels = tuple(_panels(mine, targets, data["facts"]))
             logarithmic = _wide(mine) and data["case"] not in SHARES
             yield Chart(name, title, unit, panels, logarithmic=logarithmic)
         else:
-            at, x = over
-            lines = _lines(mine, lambda r, at=at: _numbers(r.group)[at], _contestant)
-            yield Chart(name, title, unit, (), lines, x, _wide(mine))
+            yield _line_chart(name, title, unit, mine)
+
+
+def _line_chart(name: str, title: str, unit: str, rows: Sequence[Row]) -> Chart:
+    """Lines over the number that varies in the groups of `rows`."""
+    over = _varying(rows)
+    assert over is not None
+    at, x = over
+    lines = _lines(rows, lambda r: _numbers(r.group)[at], _contestant)
+    return Chart(name, title, unit, (), lines, x, _wide(rows))
+
+
+def _kinds(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows by what their groups are called but for numbers, if each kind becomes lines; else one kind."""
+    kinds: dict[str, list[Row]] = {}
+    for r in rows:
+        kinds.setdefault(NUMBER.sub("#", r.group), []).append(r)
+    return list(kinds.values()) if all(map(_varying, kinds.values())) else [list(rows)]
+
+
+def _over(rows: Sequence[Row]) -> str:
+    """What varies in the groups of rows that become lines."""
+    over = _varying(rows)
+    return over[1] if over else ""
 
 
 def _wide(rows: Sequence[Row]) -> bool:

@@ -1,8 +1,8 @@
 """Who may time, where several processes measure beside one another.
 
 XLA takes minutes to compile some peers, on a few cores; processes that compile side by side share one machine well.
-Timed parts run one after the other, and none begins while anybody compiles, unless it has waited for `patience`
-seconds.
+Timed parts run one after the other, and none begins while anybody compiles, except when `patience` seconds have gone by
+since the process began.
 """
 
 import contextlib
@@ -37,10 +37,12 @@ def _locked(path: pathlib.Path, kind: int, patience: float | None = None) -> Ite
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """`folder` holds the locks; None: nobody else measures here. `patience` in seconds."""
+    """`folder` holds the locks; None: nobody else measures here. `patience` in seconds, counted from `begun`: with each
+    timed part waiting that long for the same compiler, the last one would wait many times as long."""
 
     folder: pathlib.Path | None = None
     patience: float = 600.0
+    begun: float = dataclasses.field(default_factory=time.monotonic)
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -57,8 +59,7 @@ class Turns:
         if self.folder is None:
             yield True
             return
-        with (
-            _locked(self.folder / "timed.lock", fcntl.LOCK_EX),
-            _locked(self.folder / "compile.lock", fcntl.LOCK_EX, self.patience) as quiet,
-        ):
-            yield quiet
+        with _locked(self.folder / "timed.lock", fcntl.LOCK_EX):
+            left = max(self.begun + self.patience - time.monotonic(), 0.0)
+            with _locked(self.folder / "compile.lock", fcntl.LOCK_EX, left) as quiet:
+                yield quiet

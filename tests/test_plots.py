@@ -76,6 +76,16 @@ def test_batch_sizes_become_lines() -> None:
     assert len(only(result(rows[:2])).panels) == 2  # two sizes are no line
 
 
+def test_two_kinds_of_groups_become_two_plots() -> None:
+    rows = [row(f"{n:,} columns, batch 256", "ours", n) for n in (100, 1000, 10_000)]
+    rows += [row(f"Model E, batch {b}", "ours", b) for b in (1, 256, 8192)]
+    columns, batches = plots.case_charts(result(rows))
+    assert (columns.x, batches.x) == ("columns", "batch size")
+    assert columns.file != batches.file
+    assert [x for x, _ in batches.lines[0].points] == [1, 256, 8192]
+    assert only(result(rows[:-1])).panels  # two sizes are no line, so all are bars
+
+
 def test_throughput_is_over_threads() -> None:
     rows = [row("E, batch 256", "jax.jit", 2.0)]
     rows += [
