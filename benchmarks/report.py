@@ -75,7 +75,7 @@ def reach(cases: Sequence[Data]) -> list[str]:
 
 
 def _limit(t: Target) -> str:
-    fraction = {1 / n: f"1/{n}" for n in (2, 4, 6, 8, 12)}
+    fraction = {1 / n: f"1/{n}" for n in (2, 3, 4, 6, 8, 12, 20)}
     words = {"<=": "at most ", "<": "less than ", "==": ""}[t.relation]
     return f"{words}{fraction.get(t.limit, number(t.limit))} {t.unit}".strip()
 
