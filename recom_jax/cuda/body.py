@@ -59,7 +59,7 @@ class Body(Regions):
         if self.variant is Variant.LONG:
             head = [
                 "// The same for bags of kLongBag positions or more: all warps of the block sum one up.",
-                f"__device__ __noinline__ void {name}_long(const Params& p) {{",
+                f"__device__ __forceinline__ void {name}_long(const Params& p) {{",
                 f"  constexpr int kVec = {u.vec};",
                 "  const Tile t = tile_of(p);",
             ]
@@ -98,9 +98,10 @@ class Body(Regions):
                 value = f"static_cast<i32>(me.word({1 + s}))" if small else f"me.word({1 + s})"
                 head.append(f"  const {'i32' if small else 'i64'} s{s} = {value};")
         checks = [] if self.variant is Variant.LONG else self.checks
-        if self.turns:
-            split = f"if (kVec == {u.vec} && block_met_long()) {name}_long(p);"
-            checks = [*checks, f"  {split}"]
+        if (
+            self.turns and not checks
+        ):  # the kernel asks for long bags next, and the checks are barriers
+            checks = ["  __syncthreads();"]
         return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), *checks, "}"]
 
     def before(self) -> list[str]:
@@ -169,7 +170,8 @@ class Body(Regions):
 
     def check(self, ascends: str) -> None:
         """A block asks when it is through: sums hardly ever have to be made again, and no warp waits to begin."""
-        self.checks.append(f"  if (!{ascends}) return class_{self.number}_any(p);")
+        again = f"return no_long_bags(), class_{self.number}_any(p);" if self.turns else ""
+        self.checks.append(f"  if (!{ascends}) {again}")
 
     def width(self) -> str:
         return str(self.u.width) if self.u.width is not None else self.slot(self.u.width_slot)

@@ -96,6 +96,8 @@ def _kernel(units: Units, schedule: Schedule) -> list[str]:
         if cls.vec > 1:
             more = ", true" if cls.form == JAGGED else ""
             call = f"if (t.aligned) recom_cuda::class_{k}<{cls.vec}{more}>(p, t); else {call}"
+        if cls.form == JAGGED:  # once here, instead of in each of its forms
+            call += f" if (recom_cuda::block_met_long()) recom_cuda::class_{k}_long(p);"
         lines.append(f"    case {k}: {call} break;")
     return [*lines, "  }", "}"]
 

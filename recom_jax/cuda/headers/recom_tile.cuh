@@ -192,7 +192,7 @@ RECOM_FN i32 count_shared(i32* at) {
 // as if it were empty, to its block, whose teams sum up a part each when the other bags are done; the parts' sums are joined
 // in their order. Which bags those are depends on their lengths alone, and so do the parts: results stay deterministic.
 
-constexpr i32 kLongBag = 1024;
+constexpr i32 kLongBag = 2048;
 RECOM_FN bool is_long(const Range& r) { return r.end - r.begin >= kLongBag; }
 RECOM_FN i32* met_long() {
   __shared__ i32 met;
@@ -200,14 +200,14 @@ RECOM_FN i32* met_long() {
 }
 RECOM_FN Range unless_long(const Range& r) {
   if (!is_long(r)) return r;
-  count_shared(met_long());
+  *static_cast<volatile i32*>(met_long()) = 1;  // a plain store: nothing that a register would have to be kept for
   return Range{r.begin, r.begin};
 }
-// The whole block asks, when it is through with its bags.
-RECOM_FN bool block_met_long() {
-  __syncthreads();
-  return *met_long() != 0;
-}
+// Where bags turn out not to lie side by side, all of them are summed up another way.
+RECOM_FN void no_long_bags() { *static_cast<volatile i32*>(met_long()) = 0; }
+// All warps are through with their bags: the caller has met them at a barrier. This one tells the compiler that all threads
+// go the same way: it would not believe that warps are together in the loop before, and synchronize them at each shuffle.
+RECOM_FN bool block_met_long() { return __syncthreads_or(*static_cast<volatile i32*>(met_long()) != 0) != 0; }
 
 // The part of a long bag that a thread's team sums up.
 struct Parts {
