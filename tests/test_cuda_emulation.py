@@ -207,9 +207,9 @@ def test_bags_longer_than_shared_memory(dtype: Any) -> None:
 
 @pytest.mark.parametrize("way", ["splits", "segments", "lengths"])
 def test_bags_that_take_a_block(way: str) -> None:
-    """Bags of 1,024 positions or more, by sums, means, extremes and weights, with rows that do not exist."""
+    """Bags of 2,048 positions or more, by sums, means, extremes and weights, with rows that do not exist."""
     rng = np.random.default_rng(9)
-    lengths = np.array([3, 1024, 1023, 0, 5000, 2, 1025, 1], np.int32)
+    lengths = np.array([3, 2048, 2047, 0, 5000, 2, 2049, 1], np.int32)
     total, n = int(lengths.sum()), len(lengths)
     args = {
         "t": rng.standard_normal((50, 16)).astype(np.float32),
