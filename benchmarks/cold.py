@@ -10,13 +10,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import machine, record
 from benchmarks.context import Context
-from benchmarks.steady import BIND, HAND, HAND_LOOP, OURS, PLAIN, TUNED
+from benchmarks.steady import AGAIN, BIND, HAND, HAND_LOOP, OURS, PLAIN, TUNED
 
 
 def child(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,10 +39,17 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
         call = server = recom_jax.optimize(w.fn).bind(params)
         arguments = (batch,)
     else:
-        fn = {OURS: w.fn, PLAIN: w.fn, TUNED: w.tuned, HAND: w.hand, HAND_LOOP: w.hand_loop}[name]
+        fn = {
+            OURS: w.fn,
+            AGAIN: w.fn,
+            PLAIN: w.fn,
+            TUNED: w.tuned,
+            HAND: w.hand,
+            HAND_LOOP: w.hand_loop,
+        }[name]
         if fn is None:
             raise ValueError(f"{w.name} has no form for {name!r}")
-        call = recom_jax.optimize(fn) if name == OURS else jax.jit(fn)
+        call = recom_jax.optimize(fn) if name in (OURS, AGAIN) else jax.jit(fn)
         arguments = (params, jax.block_until_ready(jax.device_put(batch)))
     before = machine.memory_mib()
     from_the_call = machine.reset_peak_memory()  # making the parameters took some memory too
@@ -56,17 +64,21 @@ def child(job: Mapping[str, Any]) -> dict[str, Any]:
         "peak_is_of_the_call": from_the_call,
         "arena_mib": server.cost(batch).arena / 2**20 if server else 0.0,
         "columns": w.columns,
+        "from_disk": recom_jax.stats().get("programs_from_disk", 0),
     }
 
 
-def spawn(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs one job in a fresh process, without any compilation cache.
+def spawn(job: Mapping[str, Any], cache: str = "off") -> dict[str, Any]:
+    """Runs one job in a fresh process, without any compilation cache of JAX's.
+
+    Args:
+      cache: folder of what recom_jax keeps.
 
     Raises:
       RuntimeError: it failed; with the end of what it wrote.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
-    env |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    env |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "RECOM_CACHE_DIR": cache}
     done = subprocess.run([sys.executable, "-m", "benchmarks.cold", json.dumps(job)], cwd=machine.ROOT,
                           env=env, capture_output=True, text=True)  # fmt: skip
     if done.returncode:
@@ -92,19 +104,24 @@ def measure(context: Context, spec: Mapping[str, Any], names: Sequence[str], bat
     kept = json.loads(path.read_text()) if path.exists() else {}
     label = {n: json.dumps([spec, n, batch], sort_keys=True) for n in names}
     for name in names:
-        found = None if name in (OURS, BIND) or context.renew_kept else kept.get(label[name])
+        found = None if name in (OURS, AGAIN, BIND) or context.renew_kept else kept.get(label[name])
         if found and len(found["answers"]) >= context.settings.processes:
             answers[name], from_disk[name] = found["answers"], found["date"]
     todo = [name for name in names if name not in answers]
-    for turn in range(context.settings.processes):
-        for name in todo:
-            title = f"{spec['kind']}: fresh process {turn + 1} of {name}"
-            with context.progress.step(title):
-                answer = spawn({"spec": spec, "contestant": name, "batch": batch})
-            answers.setdefault(name, []).append(answer)
-            if name not in (OURS, BIND):
-                kept[label[name]] = {"answers": answers[name], "date": machine.now()}
-                record.write(path, kept)
+    with tempfile.TemporaryDirectory() as folder:
+        if AGAIN in todo:
+            with context.progress.step(f"{spec['kind']}: the process that keeps the program"):
+                spawn({"spec": spec, "contestant": AGAIN, "batch": batch}, folder)
+        for turn in range(context.settings.processes):
+            for name in todo:
+                title = f"{spec['kind']}: fresh process {turn + 1} of {name}"
+                with context.progress.step(title):
+                    job = {"spec": spec, "contestant": name, "batch": batch}
+                    answer = spawn(job, folder if name == AGAIN else "off")
+                answers.setdefault(name, []).append(answer)
+                if name not in (OURS, AGAIN, BIND):
+                    kept[label[name]] = {"answers": answers[name], "date": machine.now()}
+                    record.write(path, kept)
     return answers, from_disk
 
 

@@ -13,9 +13,29 @@ from benchmarks.machine import ROOT
 from benchmarks.plots import Chart
 from benchmarks.record import Row, Target
 from benchmarks.steady import DEVICE, NUMPY, PLAIN
+from recom_jax.corun.report import (
+    CORUN,
+    IDEAL,
+    SEQUENTIAL,
+    SIDE,
+    UNFUSED,
+    UNPLANNED,
+    UNPLANNED_UNFUSED,
+)
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 PLOTS = "plots"  # beside the page
+CORUN_CASES = "gpu_corun"
+CORUN_MODES = {
+    IDEAL: "ideal",
+    UNFUSED: "sequential, unfused",
+    SEQUENTIAL: "sequential",
+    SIDE: "side stream",
+    CORUN: "co-run",
+    UNPLANNED: "without schedule",
+    UNPLANNED_UNFUSED: "without fusion",
+    "co-run without mapping": "without mapping",
+}
 Data = Mapping[str, Any]
 
 INTRO = """\
@@ -149,6 +169,28 @@ def case_section(data: Data, isa: str | None, charts: Sequence[Chart]) -> list[s
     return [*lines, ""]
 
 
+def corun_table(cases: Sequence[Data]) -> list[str]:
+    """Preprocessing beside training: all plans that were measured on a GPU, a line each."""
+    lines = []
+    for data in cases:
+        if not data["case"].startswith(CORUN_CASES):
+            continue
+        rows = record.rows_of(data)
+        for group in dict.fromkeys(r.group for r in rows):
+            ms = {r.contestant: r.median for r in rows if r.group == group}
+            if not {IDEAL, UNFUSED, CORUN} <= set(ms):
+                continue
+            modes = [number(ms[m]) if m in ms else "" for m in CORUN_MODES]
+            compared = [f"{ms[CORUN] / ms[IDEAL]:.3f}", f"{ms[UNFUSED] / ms[CORUN]:.2f}"]
+            lines.append([group, *modes, *compared])
+    if not lines:
+        return []
+    head = ["preprocessing beside training, ms a step"]
+    head += [f"{CORUN_MODES[m]}:" for m in CORUN_MODES]
+    head += ["co-run / ideal:", "unfused / co-run:"]
+    return [*table(head, lines), ""]
+
+
 def machine_section(cases: Sequence[Data], charts: Mapping[Any, Sequence[Chart]]) -> list[str]:
     """Everything measured on one machine with one JAX."""
     m, v = cases[0]["machine"], cases[0]["versions"]
@@ -157,7 +199,7 @@ def machine_section(cases: Sequence[Data], charts: Mapping[Any, Sequence[Chart]]
     facts += f"{v['compiler'] or 'an unknown compiler'}, running {v['isa'] or 'unknown'} code."
     title = f"{m['gpu']}, " if "gpu" in m else ""
     title += f"{m['cpu']}, {m['cores']} cores, JAX {v['jax']}"
-    lines = [f"## {title}", "", facts, "", *reach(cases), ""]
+    lines = [f"## {title}", "", facts, "", *reach(cases), "", *corun_table(cases)]
     for data in cases:
         lines += case_section(data, v["isa"], charts.get(plots.key_of(data), ()))
     return lines

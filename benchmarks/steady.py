@@ -22,6 +22,7 @@ BATCHES = (
 
 PLAIN, TUNED, HAND = "jax.jit", "jax.jit, tuned per column", "jax.jit, hand-batched"
 HAND_LOOP = "jax.jit, hand-batched, loop search"
+AGAIN = "recom_jax.optimize, program on disk"
 OURS, BIND, EMPTY = "recom_jax.optimize", "recom_jax bind", "empty FFI call"
 DEVICE, NUMPY, STACKED = "device arrays", "numpy arrays", "numpy arrays, stacked beforehand"
 STACKING, VIEWS, FILLING = (

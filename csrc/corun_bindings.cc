@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "corun_runtime.h"
+#include "corun_view.h"
 
 namespace py = pybind11;
 
@@ -100,6 +101,21 @@ py::object stage(Runtime& r, const py::list& leaves, const Places& held, int thr
   return py::int_(slot);
 }
 
+// A capsule that whoever imports it renames, and then owns.
+py::capsule view(const std::shared_ptr<Runtime>& r, int place, size_t result,
+                 std::vector<int64_t> shape, std::pair<int, int> dtype,
+                 std::pair<int, int> device) {
+  const corun::DlType type{static_cast<uint8_t>(dtype.first), static_cast<uint8_t>(dtype.second),
+                           1};
+  auto* made = corun::make_view(r, place, result, std::move(shape), type,
+                                corun::DlDevice{device.first, device.second});
+  return py::capsule(made, "dltensor", [](PyObject* self) {
+    if (!PyCapsule_IsValid(self, "dltensor")) return;  // imported
+    auto* m = static_cast<corun::DlManaged*>(PyCapsule_GetPointer(self, "dltensor"));
+    m->deleter(m);
+  });
+}
+
 }  // namespace
 
 void bind_corun(py::module_& m) {
@@ -151,6 +167,9 @@ void bind_corun(py::module_& m) {
            "None where an array is "
            "not as its place wants it.")
       .def("commit", &Runtime::commit, release())
+      .def("place_of", &Runtime::place_of, release())
+      .def("view", &view, py::arg("place"), py::arg("result"), py::arg("shape"), py::arg("dtype"),
+           py::arg("device"), "A DLPack capsule of a place's result.")
       .def("abandon", &Runtime::abandon, release())
       .def(
           "take",

@@ -62,13 +62,15 @@ Runtime::Runtime(std::unique_ptr<Backend> backend, RuntimePlan plan)
     Slot s;
     s.host = b.host_memory(static_cast<size_t>(plan_.in_bytes));
     s.in = b.device_memory(static_cast<size_t>(plan_.in_bytes));
-    s.out = b.device_memory(static_cast<size_t>(out));
     s.copied = b.event(false);
     s.ready = b.event(false);
-    s.consumed = b.event(false);
     slots_.push_back(std::move(s));
     stats_.host_bytes += plan_.in_bytes;
-    stats_.device_bytes += plan_.in_bytes + out;
+    stats_.device_bytes += plan_.in_bytes;
+  }
+  for (int k = 0; k <= plan_.slots; ++k) {
+    places_.push_back({b.device_memory(static_cast<size_t>(out)), b.event(false)});
+    stats_.device_bytes += out;
   }
   for (int k = 0; plan_.profile && k < 2 * plan_.slots + 8; ++k) {
     Sample s;
@@ -163,6 +165,7 @@ void Runtime::commit(int slot) {
   backend_->record(s.copied, copies_);
   s.state = State::kStaged;
   s.launched = 0;
+  s.place = next_place_++ % places_.size();
   if (plan_.profile) {
     s.sample = next_sample_++ % samples_.size();
     collect(s.sample);
@@ -198,7 +201,7 @@ void Runtime::launch(Slot* s, int last_stage, bool in_time, Stream stream) {
   if (n > 0 && plan_.kernels[before].stage > last_stage) return;
   if (before == 0) {
     backend_->wait(stream, s->copied);
-    backend_->wait(stream, s->consumed);
+    backend_->wait(stream, places_[s->place].consumed);
   }
   while (s->launched < n && plan_.kernels[s->launched].stage <= last_stage) {
     const KernelPlan& k = plan_.kernels[s->launched];
@@ -207,7 +210,7 @@ void Runtime::launch(Slot* s, int last_stage, bool in_time, Stream stream) {
     p.words = reinterpret_cast<const long long*>(words_);
     p.in = reinterpret_cast<const unsigned char*>(s->in);
     p.consts = reinterpret_cast<const unsigned char*>(consts_);
-    p.out = reinterpret_cast<unsigned char*>(s->out);
+    p.out = reinterpret_cast<unsigned char*>(places_[s->place].out);
     p.n_tiles = k.n_tiles;
     if (plan_.profile) backend_->record(samples_[s->sample].begun[s->launched], stream);
     backend_->launch(static_cast<unsigned>(std::min(k.blocks, k.n_tiles)), p, stream);
@@ -250,40 +253,64 @@ void Runtime::mark(std::string_view name, Stream xla) {
   ++stats_.unknown;
 }
 
+void Runtime::begin(int slot, Stream xla) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    begin_locked(slot, xla);
+  }
+  freed_.notify_all();
+}
+
+void Runtime::begin_locked(int slot, Stream xla) {
+  if (closed_) throw std::runtime_error("recom corun: the pipeline was closed");
+  if (staged_.empty() || staged_.front() != slot)
+    throw std::runtime_error("recom corun: a step asks for a batch that is not the next one");
+  Slot& s = slots_[slot];
+  const bool sequential = plan_.mode == kSequential;
+  if (used_ >= 0) backend_->record(places_[used_].consumed, xla);
+  if (plan_.profile) backend_->record(samples_[s.sample].arrived, xla);
+  launch(&s, kAll, sequential, sequential ? xla : work_);
+  if (plan_.kernels.empty()) launch(&s, kAll, true, work_);
+  backend_->wait(xla, s.ready);
+  used_ = static_cast<int>(s.place);
+  staged_.pop_front();
+  s.state = State::kFree;
+  ++stats_.taken;
+  stage_ = 0;
+  if (plan_.mode == kPlan) backend_->record(marker_, xla);
+  if (plan_.profile) {
+    running_ = s.sample;
+    samples_[running_].used = true;
+    backend_->record(samples_[running_].taken, xla);
+  }
+  advance();
+}
+
 void Runtime::take(int slot, const std::vector<std::pair<Address, int64_t>>& results, Stream xla) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_) throw std::runtime_error("recom corun: the pipeline was closed");
-    if (staged_.empty() || staged_.front() != slot)
-      throw std::runtime_error("recom corun: a step asks for a batch that is not the next one");
     need(results.size() == plan_.results.size(), "the wrong number of results");
     for (size_t i = 0; i < results.size(); ++i)
       need(results[i].second == plan_.results[i].bytes, "a result of the wrong size");
-    Slot& s = slots_[slot];
-    const bool sequential = plan_.mode == kSequential;
-    if (plan_.profile) backend_->record(samples_[s.sample].arrived, xla);
-    launch(&s, kAll, sequential, sequential ? xla : work_);
-    if (plan_.kernels.empty()) launch(&s, kAll, true, work_);
-    backend_->wait(xla, s.ready);
+    begin_locked(slot, xla);
     for (size_t i = 0; i < results.size(); ++i) {
       if (results[i].second == 0) continue;
-      backend_->copy(results[i].first, s.out + static_cast<Address>(plan_.results[i].offset),
-                     static_cast<size_t>(results[i].second), xla);
+      backend_->copy(results[i].first, result_at(used_, i), static_cast<size_t>(results[i].second),
+                     xla);
     }
-    backend_->record(s.consumed, xla);
-    staged_.pop_front();
-    s.state = State::kFree;
-    ++stats_.taken;
-    stage_ = 0;
-    backend_->record(marker_, xla);
-    if (plan_.profile) {
-      running_ = s.sample;
-      samples_[running_].used = true;
-      backend_->record(samples_[running_].taken, xla);
-    }
-    advance();
   }
   freed_.notify_all();
+}
+
+int Runtime::place_of(int slot) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Slot& s = slots_.at(slot);
+  need(s.state == State::kStaged, "a slot without a batch");
+  return static_cast<int>(s.place);
+}
+
+Address Runtime::result_at(int place, size_t result) const {
+  return places_.at(place).out + static_cast<Address>(plan_.results.at(result).offset);
 }
 
 void Runtime::close() {
@@ -295,8 +322,8 @@ void Runtime::close() {
   freed_.notify_all();
   for (Slot& s : slots_) {
     backend_->host_wait(s.copied);
-    backend_->host_wait(s.consumed);
   }
+  for (const Place& p : places_) backend_->host_wait(p.consumed);
   backend_->finish(copies_);
   backend_->finish(work_);
 }

@@ -2,15 +2,20 @@
 // own, started where the train step's stages begin. Nothing here waits for the device except
 // `acquire`, which the reader's thread calls, and the end.
 //
-// The reader's thread: acquire, pack, commit (or abandon). XLA's thread: take (a step begins), mark
-// (a stage ends).
+// The reader's thread: acquire, pack, commit (or abandon). XLA's thread: begin (a step begins),
+// mark (a stage ends).
 //
-// What protects a slot, all by device events:
+// A slot holds a raw batch, a place a prepared one, which the step reads where it is. Batches get
+// places in turns; there is one place more than there are slots, for the batch that is trained on.
 //
-// - copied: the raw batch has arrived. Kernels wait for it, and the reader before it packs again.
-// - ready: the kernels have run. `take` makes XLA's stream wait for it; the next raw batch's copy
-//   waits, too.
-// - consumed: XLA has copied the results. The next batch's kernels wait for it.
+// What protects them, all by device events:
+//
+// - copied (slot): the raw batch has arrived. Kernels wait for it, and the reader before it packs
+//   again.
+// - ready (slot): the kernels have run. `begin` makes XLA's stream wait for it; the next raw
+//   batch's copy waits, too.
+// - consumed (place): the step that read the place has ended; recorded as the next one begins. The
+//   kernels that write there next wait for it.
 
 #ifndef RECOM_JAX_CSRC_CORUN_RUNTIME_H_
 #define RECOM_JAX_CSRC_CORUN_RUNTIME_H_
@@ -77,13 +82,20 @@ class Runtime {
   int acquire();
   void pack(int slot, const std::vector<Part>& parts, int threads);
   void commit(int slot);
-  // Gives up a slot that was acquired, or committed and not taken.
+  // Gives up a slot that was acquired, or committed and not taken. No step may run meanwhile.
   void abandon(int slot);
 
-  // Puts the oldest committed batch into `results` (device addresses), on XLA's stream. Throws
-  // std::runtime_error unless that batch is in `slot`.
+  // A step begins, on XLA's stream, with the oldest committed batch: that stream waits for it, and
+  // what follows may read its place until the next `begin`. Throws std::runtime_error unless that
+  // batch is in `slot`.
+  void begin(int slot, Stream xla);
+  // The same, for those who keep the batch: puts it into `results` (device addresses).
   void take(int slot, const std::vector<std::pair<Address, int64_t>>& results, Stream xla);
   void mark(std::string_view name, Stream xla);
+
+  // The place of the batch that was committed in `slot`, and the address of one of its results.
+  int place_of(int slot);
+  Address result_at(int place, size_t result) const;
 
   void close();
   RuntimeStats stats();
@@ -97,10 +109,15 @@ class Runtime {
   struct Slot {
     State state = State::kFree;
     void* host = nullptr;
-    Address in = 0, out = 0;
-    Event copied, ready, consumed;
+    Address in = 0;
+    Event copied, ready;
+    size_t place = 0;
     size_t launched = 0;
     size_t sample = 0;
+  };
+  struct Place {
+    Address out = 0;
+    Event consumed;
   };
   // What is timed of a batch. Looked at when its turn comes again, long after it has run.
   struct Sample {
@@ -112,6 +129,7 @@ class Runtime {
     bool used = false;
   };
 
+  void begin_locked(int slot, Stream xla);
   void launch(Slot* slot, int last_stage, bool in_time, Stream stream);
   void advance();
   void collect(size_t sample);
@@ -121,6 +139,9 @@ class Runtime {
   std::mutex mutex_;
   std::condition_variable freed_;
   std::vector<Slot> slots_;
+  std::vector<Place> places_;
+  size_t next_place_ = 0;
+  int used_ = -1;  // the place that the step that runs reads
   std::deque<int> staged_;
   Stream copies_, work_;
   Event marker_;

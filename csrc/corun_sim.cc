@@ -89,8 +89,9 @@ class SimBackend : public Backend {
   void* block(size_t bytes) {
     const Guard guard(mutex_);
     // Nothing is zero by chance.
-    memory_.push_back(std::make_unique<std::vector<uint64_t>>(bytes / 8 + 2, 0xa5a5a5a5a5a5a5a5u));
-    return memory_.back()->data();
+    memory_.push_back(std::make_unique<std::vector<uint64_t>>(bytes / 8 + 34, 0xa5a5a5a5a5a5a5a5u));
+    const auto at = reinterpret_cast<uintptr_t>(memory_.back()->data());
+    return reinterpret_cast<void*>((at + 255) / 256 * 256);  // as a device's memory
   }
   void work(Stream stream, std::function<void()> run) {
     const Guard guard(mutex_);

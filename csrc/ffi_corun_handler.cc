@@ -1,6 +1,6 @@
-// The handlers of co-running: `take` puts a batch into a step, `mark` says that a stage ended. Not
-// compatible with command buffers, on purpose: both act anew in each step, ahead of or between
-// graphs.
+// The handlers of co-running: `begin` stands in front of a step, `take` copies a batch for those
+// who keep it, `mark` says that a stage ended. Not compatible with command buffers, on purpose:
+// they act anew in each step, ahead of or between graphs.
 
 #include <cstring>
 #include <string_view>
@@ -37,6 +37,25 @@ ffi::Error take(corun::Stream stream, bool simulated, ffi::AnyBuffer token,
     if (simulated) runtime->backend().finish(stream);
     return ffi::Error::Success();
   });
+}
+
+// The result holds nothing: it is there so that the step comes behind.
+ffi::Error begin(corun::Stream stream, bool simulated, ffi::AnyBuffer token) {
+  return guarded([&]() -> ffi::Error {
+    const auto [runtime, slot] = corun::find_token(token.untyped_data());
+    corun::set_current_runtime(stream, runtime);
+    runtime->begin(slot, stream);
+    if (simulated) runtime->backend().finish(stream);
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error begin_on_cuda(cuda::Stream stream, ffi::AnyBuffer token, ffi::Result<ffi::AnyBuffer>) {
+  return begin(stream, false, token);
+}
+ffi::Error begin_on_host(ffi::AnyBuffer token, ffi::Result<ffi::AnyBuffer> gone) {
+  std::memset(gone->untyped_data(), 0, gone->size_bytes());
+  return begin(corun::sim_xla_stream(), true, token);
 }
 
 ffi::Error take_on_cuda(cuda::Stream stream, ffi::AnyBuffer token, ffi::RemainingRets rets) {
@@ -98,6 +117,13 @@ ffi::Error pass_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] { return pass(args, rets, kCopyOnHost).value_or(ffi::Error::Success()); });
 }
 
+XLA_FFI_DEFINE_HANDLER(kBeginOnCuda, begin_on_cuda,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(kBeginOnHost, begin_on_host,
+                       ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER(kTakeOnCuda, take_on_cuda,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cuda::Stream>>()
@@ -125,6 +151,9 @@ XLA_FFI_DEFINE_HANDLER(kPassOnHost, pass_on_host, ffi::Ffi::Bind().RemainingArgs
 
 void* corun_pass_handler(bool cuda) {
   return cuda ? reinterpret_cast<void*>(kPassOnCuda) : reinterpret_cast<void*>(kPassOnHost);
+}
+void* corun_begin_handler(bool cuda) {
+  return cuda ? reinterpret_cast<void*>(kBeginOnCuda) : reinterpret_cast<void*>(kBeginOnHost);
 }
 void* corun_take_handler(bool cuda) {
   return cuda ? reinterpret_cast<void*>(kTakeOnCuda) : reinterpret_cast<void*>(kTakeOnHost);

@@ -16,6 +16,7 @@ void* cuda_execute_handler();
 void* stage_on_host_handler();
 void* stage_on_cuda_handler();
 // Co-running (corun_runtime.h), and its simulation without a GPU.
+void* corun_begin_handler(bool cuda);
 void* corun_take_handler(bool cuda);
 void* corun_mark_handler(bool cuda);
 void* corun_pass_handler(bool cuda);

@@ -232,6 +232,7 @@ py::dict handlers() {
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
   d["recom_row_sums_v1"] = py::capsule(row_sums_v1_handler());
   d["recom_stage_v1"] = py::capsule(stage_on_host_handler());
+  d["recom_corun_begin_v1"] = py::capsule(corun_begin_handler(false));
   d["recom_corun_take_v1"] = py::capsule(corun_take_handler(false));
   d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(false));
   d["recom_corun_pass_v1"] = py::capsule(corun_pass_handler(false));
@@ -245,6 +246,7 @@ py::dict cuda_handlers() {
   d["recom_fused_v1"] = stages;
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
   d["recom_stage_v1"] = py::capsule(stage_on_cuda_handler());
+  d["recom_corun_begin_v1"] = py::capsule(corun_begin_handler(true));
   d["recom_corun_take_v1"] = py::capsule(corun_take_handler(true));
   d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(true));
   d["recom_corun_pass_v1"] = py::capsule(corun_pass_handler(true));

@@ -3,142 +3,21 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <string>
 
-#include "decode.h"
 #include "float_mode.h"
 #include "interp.h"
 #include "kernels.h"
+#include "row_sums_words.h"
 
 namespace recom {
 namespace {
+
+using namespace sums;  // NOLINT(build/namespaces)
 
 constexpr int64_t kBlockRows = 16;     // neighbouring rows that one thread sums
 constexpr int64_t kSmallSums = 16384;  // element additions that one thread does at once
 constexpr int64_t kZeroBytes = 1 << 20;
 constexpr int64_t kAhead = 8;  // items and bags to prefetch
-
-[[noreturn]] void fail(const std::string& what) { throw ProgramError("recom row sums: " + what); }
-void check(bool ok, const char* what) {
-  if (!ok) fail(what);
-}
-
-struct Table {
-  int64_t rows, row_stride;
-  std::vector<int> terms;
-  int64_t work = 0;
-  int64_t buckets = 1;
-};
-
-// One lookup. Numbers `*_at` are places in what the program computed, -1 for none.
-struct Term {
-  int64_t table, ct, base, width, offset, feature, items, bags, inner;
-  int64_t row_at, bag_at, weight_at, scale_at, divisor_at, there_at;
-  std::vector<std::pair<int64_t, int64_t>> dims;  // (size, stride) of the bags in the cotangent
-  bool plain;  // rows of the cotangent are added as they lie there, times at most one number
-  std::vector<int32_t> order, starts;  // items by bucket, in order; empty for one bucket
-};
-
-struct Sums {
-  int64_t n_cts, n_ints, n_floats, n_preds;
-  bool wide;
-  std::vector<Table> tables;
-  std::vector<Term> terms;
-};
-
-int64_t elements(const Buffer& b) {
-  int64_t n = 1;
-  for (int i = 0; i < b.rank; ++i) n *= b.dims[i];
-  return n;
-}
-
-// `n` numbers from `at` on are inside an array of `size`.
-void check_range(int64_t at, int64_t n, int64_t size, bool optional) {
-  if (optional && at == -1) return;
-  check(at >= 0 && n >= 0 && n <= size && at <= size - n, "numbers outside their array");
-}
-
-Sums read_sums(const int64_t* words, int64_t n_words, const std::vector<Buffer>& physical,
-               const std::vector<Buffer>& results) {
-  decode::Reader r(words, n_words);
-  check(!r.done() && r.next() == kSumsMagic, "not a description of sums (bad magic)");
-  decode::check_version(r.next(), kSumsVersion, "row sums");
-  check(r.next() == n_words, "wrong length");
-  Sums s;
-  s.wide = r.below(2, "precision");
-  s.n_cts = r.below(physical.size() + 1, "cotangents");
-  for (int64_t* n : {&s.n_ints, &s.n_floats, &s.n_preds}) {
-    *n = r.next();
-    check(*n >= 0 && *n <= INT32_MAX, "bad count: numbers");
-  }
-  const int64_t n_tables = r.count("tables", 2), n_terms = r.count("terms", 16);
-  check(n_tables == static_cast<int64_t>(results.size()), "the wrong number of tables");
-  for (int64_t i = 0; i < n_tables; ++i) {
-    Table t;
-    t.rows = r.next();
-    t.row_stride = r.next();
-    check(t.rows >= 0 && t.rows <= INT32_MAX && t.row_stride >= 0 && t.row_stride <= INT32_MAX,
-          "bad table");
-    check(t.rows * t.row_stride == elements(results[i]), "a table of another size");
-    const int type = s.wide ? dtype::k_F64 : dtype::k_F32;
-    check(is_float(results[i].dtype) && kernels().convert[type][results[i].dtype],
-          "a table that is not of floats");
-    s.tables.push_back(t);
-  }
-  for (int64_t i = 0; i < n_terms; ++i) {
-    Term t;
-    t.table = r.below(n_tables, "table");
-    t.ct = r.below(s.n_cts, "cotangent");
-    for (int64_t* v :
-         {&t.base, &t.width, &t.offset, &t.feature, &t.items, &t.bags, &t.inner, &t.row_at,
-          &t.bag_at, &t.weight_at, &t.scale_at, &t.divisor_at, &t.there_at}) {
-      *v = r.next();
-    }
-    Table& table = s.tables[t.table];
-    check(t.base >= 0 && t.width >= 0 && t.width <= table.row_stride &&
-              t.base <= table.row_stride - t.width,
-          "columns outside their table");
-    check(t.items >= 0 && t.items <= INT32_MAX && t.bags >= 0 && t.bags <= INT32_MAX,
-          "bad count: items");
-    check(t.inner >= 0 && t.inner <= INT32_MAX, "bad count: positions");
-    if (t.bag_at == -1) check(t.items == t.bags * t.inner, "items that are of no bag");
-    check_range(t.row_at, t.items, s.n_ints, false);
-    check_range(t.bag_at, t.items, s.n_ints, true);
-    check_range(t.weight_at, t.items, s.n_floats, true);
-    check_range(t.scale_at, t.bags, s.n_floats, true);
-    check_range(t.divisor_at, t.bags, s.n_floats, true);
-    check_range(t.there_at, t.bags, s.n_preds, true);
-    const int64_t n_dims = r.count("dims", 2);
-    const Buffer& ct = physical[physical.size() - s.n_cts + t.ct];
-    check(is_float(ct.dtype) && kernels().convert[ct.dtype][s.wide ? dtype::k_F64 : dtype::k_F32],
-          "a cotangent that is not of floats");
-    __int128 low = t.offset, high = t.offset, bags = 1;
-    const auto axis = [&](int64_t n, int64_t stride) {
-      const __int128 reach = static_cast<__int128>(n - 1) * stride;
-      (reach < 0 ? low : high) += reach;
-    };
-    for (int64_t d = 0; d < n_dims; ++d) {
-      const int64_t size = r.next(), stride = r.next();
-      check(size >= 0 && size <= INT32_MAX, "bad count: bags");
-      bags *= size;
-      check(bags <= INT32_MAX, "bad count: bags");
-      t.dims.emplace_back(size, stride);
-      axis(size, stride);
-    }
-    check(bags == t.bags, "bags that fill no cotangent");
-    if (t.bags > 0 && t.width > 0) {
-      axis(t.width, t.feature);
-      check(low >= 0 && high < elements(ct), "a cotangent's row outside its buffer");
-    }
-    t.plain = ct.dtype == (s.wide ? dtype::k_F64 : dtype::k_F32) && t.divisor_at < 0 &&
-              (t.feature == 1 || t.width == 1) && n_dims <= 1;
-    table.work += t.items * std::max<int64_t>(t.width, 8);
-    table.terms.push_back(static_cast<int>(i));
-    s.terms.push_back(std::move(t));
-  }
-  check(r.done(), "words after the last term");
-  return s;
-}
 
 // What a chunk of work needs of the call.
 struct Call {
@@ -175,7 +54,6 @@ inline int64_t bucket_of(int64_t row, int64_t buckets) { return row / kBlockRows
 void sort_items(const Call& c, Term* t) {
   const Table& table = c.sums.tables[t->table];
   const int64_t n = table.buckets;
-  if (n == 1) return;
   t->starts.assign(n + 1, 0);
   t->order.resize(t->items);
   for (int64_t i = 0; i < t->items; ++i) {
@@ -273,6 +151,55 @@ void add_item(const Call& c, const Term& t, int64_t item, C* to, char* temp) {
   add_row(to, g, t.width, scaled, scale);
 }
 
+// Adds rows of the cotangent as they lie there to rows of the gradient, bag by bag: what
+// `add_item` does for each item, in the same order, with the bag's part done once. `kWidth` is the
+// term's width, 0 for any.
+template <class C, int kWidth>
+void add_bags(const Call& c, const Table& table, const Term& t, C* base) {
+  const int32_t* rows = c.ints + t.row_at;
+  const C* floats = static_cast<const C*>(c.floats);
+  const int64_t width = kWidth > 0 ? kWidth : t.width;
+  const bool scaled = t.weight_at >= 0 || t.scale_at >= 0;
+  for (int64_t bag = 0, item = 0; bag < t.bags; ++bag) {
+    const int64_t end = item + t.inner;
+    if (t.there_at >= 0 && !c.preds[t.there_at + bag]) {
+      item = end;
+      continue;
+    }
+    const C* g = plain_row<C>(c, t, bag);
+    const C scale = t.scale_at >= 0 ? floats[t.scale_at + bag] : C(1);
+    for (; item < end; ++item) {
+      if (item + kAhead < t.items) {
+        const uint64_t next = static_cast<uint32_t>(rows[item + kAhead]);
+        if (next < static_cast<uint64_t>(table.rows))
+          __builtin_prefetch(base + next * table.row_stride, 1);
+      }
+      const uint64_t row = static_cast<uint32_t>(rows[item]);  // -1 is larger than any
+      if (row >= static_cast<uint64_t>(table.rows)) continue;
+      const C factor = t.weight_at >= 0 ? floats[t.weight_at + item] * scale : scale;
+      add_row(base + row * table.row_stride, g, width, scaled, factor);
+    }
+  }
+}
+
+template <class C>
+void add_bags(const Call& c, const Table& table, const Term& t, C* base) {
+  switch (t.width) {
+    case 4:
+      return add_bags<C, 4>(c, table, t, base);
+    case 8:
+      return add_bags<C, 8>(c, table, t, base);
+    case 16:
+      return add_bags<C, 16>(c, table, t, base);
+    case 32:
+      return add_bags<C, 32>(c, table, t, base);
+    case 64:
+      return add_bags<C, 64>(c, table, t, base);
+    default:
+      return add_bags<C, 0>(c, table, t, base);
+  }
+}
+
 // A bucket of a table of the type that sums are made in: right into the result.
 template <class C>
 void sum_in_place(const Call& c, int64_t table, int64_t bucket) {
@@ -282,6 +209,10 @@ void sum_in_place(const Call& c, int64_t table, int64_t bucket) {
   for (int i : t.terms) {
     const Term& term = c.sums.terms[i];
     if (term.width == 0) continue;
+    if (t.buckets == 1 && term.plain && term.bag_at < 0) {
+      add_bags<C>(c, t, term, base + term.base);
+      continue;
+    }
     if (temp.size() < static_cast<size_t>(16 * term.width)) temp.resize(16 * term.width);
     each(
         c, term, bucket,
@@ -337,9 +268,23 @@ void sum_sorted(const Call& c, int64_t table, int64_t bucket) {
   }
 }
 
+// Bytes of a table's gradient.
+int64_t bytes_of(const Call& c, int64_t table) {
+  const Buffer& b = c.results[table];
+  return elements(b) * element_size(b.dtype);
+}
+
+// Whether the thread that sums a table's rows zeroes them, too: then they are in its caches.
+bool zeroed_with_sums(const Call& c, int64_t table) {
+  return c.sums.tables[table].buckets == 1 && bytes_of(c, table) <= kZeroBytes;
+}
+
 template <class C>
 void sum_bucket(const Call& c, int64_t table, int64_t bucket) {
   constexpr int kType = sizeof(C) == 8 ? dtype::k_F64 : dtype::k_F32;
+  if (zeroed_with_sums(c, table)) {
+    std::memset(c.results[table].data, 0, bytes_of(c, table));
+  }
   if (c.results[table].dtype == kType) {
     sum_in_place<C>(c, table, bucket);
   } else {
@@ -388,16 +333,6 @@ void run_row_sums(const Program& numbers, const std::vector<Buffer>& physical,
   const Executor& ex = work < kSmallSums && bytes < kZeroBytes ? alone : executor;
   for (Table& t : s.tables) t.buckets = buckets_of(t, work, ex.threads);
 
-  struct Chunk {
-    int64_t table, at;
-  };
-  std::vector<Chunk> zeros, chunks;
-  for (size_t i = 0; i < s.tables.size(); ++i) {
-    const int64_t n = elements(results[i]) * element_size(results[i].dtype);
-    for (int64_t at = 0; at < n; at += kZeroBytes) zeros.push_back({static_cast<int64_t>(i), at});
-    for (int64_t b = 0; b < s.tables[i].buckets; ++b)
-      chunks.push_back({static_cast<int64_t>(i), b});
-  }
   const Call call{s,
                   kernels(),
                   physical.data() + (physical.size() - s.n_cts),
@@ -405,12 +340,24 @@ void run_row_sums(const Program& numbers, const std::vector<Buffer>& physical,
                   static_cast<const int32_t*>(made[0]),
                   made[1],
                   static_cast<const uint8_t*>(made[2])};
+  struct Chunk {
+    int64_t table, at;
+  };
+  std::vector<Chunk> zeros, chunks;
+  std::vector<int> sorts;
+  for (int64_t i = 0; i < static_cast<int64_t>(s.tables.size()); ++i) {
+    const Table& t = s.tables[i];
+    if (!zeroed_with_sums(call, i)) {
+      for (int64_t at = 0; at < bytes_of(call, i); at += kZeroBytes) zeros.push_back({i, at});
+    }
+    for (int64_t b = 0; b < t.buckets; ++b) chunks.push_back({i, b});
+    if (t.buckets > 1) sorts.insert(sorts.end(), t.terms.begin(), t.terms.end());
+  }
   const int64_t n_zeros = zeros.size();
-  parallel_for(ex, n_zeros + static_cast<int64_t>(s.terms.size()), [&](int64_t i) {
-    if (i >= n_zeros) return sort_items(call, &s.terms[i - n_zeros]);
-    const Buffer& b = results[zeros[i].table];
-    const int64_t n = elements(b) * element_size(b.dtype) - zeros[i].at;
-    std::memset(static_cast<char*>(b.data) + zeros[i].at, 0, std::min(n, kZeroBytes));
+  parallel_for(ex, n_zeros + static_cast<int64_t>(sorts.size()), [&](int64_t i) {
+    if (i >= n_zeros) return sort_items(call, &s.terms[sorts[i - n_zeros]]);
+    char* data = static_cast<char*>(results[zeros[i].table].data) + zeros[i].at;
+    std::memset(data, 0, std::min(bytes_of(call, zeros[i].table) - zeros[i].at, kZeroBytes));
   });
   const FloatMode mode;
   parallel_for(ex, chunks.size(), [&](int64_t i) {

@@ -70,11 +70,15 @@ class OptimizedFunction:
         # Calls with values, where they are measured: JAX would take them for what it traced inside another function.
         self._measured = jax.jit(self._measured_body, **static) if options.tune else self._jitted
         self._buckets = Buckets(fn, signature, options) if options.batch_buckets else None
+        # Most calls are JAX's alone: half a microsecond of Python is what small functions would notice.
+        self._direct = self._buckets is None and not options.tune
         self._reports: dict[Any, Report] = {}
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            if self._direct:
+                return self._jitted(*args, **kwargs)
             if self._buckets is not None and not compat.tracing():
                 return self._buckets.call(self._run, args, kwargs)
             return self._run(*args, **kwargs)
@@ -155,7 +159,8 @@ class OptimizedFunction:
         if not compat.tracing():  # jax_disable_jit, or JAX looks for the operation that made a NaN
             return self._fn(*args, **kwargs)
         call = self._signature.split(args, kwargs)
-        compiled = self._compile(call)
+        pipeline.count("traces")
+        compiled = pipeline.fuse(trace_call(self._fn, call, self._signature.name), self.options)
         if self.options.tune:
             from recom_jax.cuda import tune
 
@@ -206,7 +211,7 @@ def trace_call(fn: Callable[..., Any], call: Arguments, name: str) -> Any:
 def fuse_flat(fn: Callable[..., Any], args: Sequence[Any], options: Options) -> list[Any]:
     """Runs a flat function (list of outputs) through the compiler, on values or tracers."""
     traced = trace(fn, args, tuple(f"operand {k}" for k in range(len(args))))
-    compiled = pipeline.compile_jaxpr(traced, options)
+    compiled = pipeline.fuse(traced, options)
     return list(compat.jaxpr_as_fun(compiled.jaxpr)(*args))
 
 

@@ -1,9 +1,10 @@
 """The fused backward: derivatives of a fused call by its tables.
 
 Of a call that is linear in tables (`linear`) the tangent is `recom_tangent`, one fused call in which the tables'
-tangents stand in the tables' places. It is linear, and its transpose is `recom_row_sums`, one custom call that adds
-rows of the cotangents to rows of the tables' gradients, in a fixed order; the transpose of that is `recom_tangent`
-again. So jvp, vjp, linearize and products with the Hessian all follow from these two.
+tangents stand in the tables' places. It is linear, and its transpose is `recom_row_sums`, which adds rows of the
+cotangents to rows of the tables' gradients, in a fixed order: one custom call on a CPU, a sort between two fused
+calls on a GPU (`sorted_sums`). The transpose of that is `recom_tangent` again. So jvp, vjp, linearize and products with
+the Hessian all follow from these two.
 
 Each carries the original columns as a fallback: their own derivative, as JAX makes it. It is what vmap batches, what
 derivatives by anything but the tables go through (weights, say), and what platforms without the target run.
@@ -21,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from recom_jax import compat, ffi, lowering
-from recom_jax.errors import RecomError
+from recom_jax import compat, ffi, gate, lowering, sorted_sums
+from recom_jax.errors import EncodeError, RecomError
 from recom_jax.lowering import FusedCall, warn_once
 from recom_jax.row_sums import RowSums
 
@@ -36,7 +37,7 @@ class Pullback:
       constants: arrays behind them that the compiler made.
       tables: positions of the tables. results: numbers of the results that depend on them.
       tangent: the fused call of the tangents.
-      sums: its transpose, with `binding` for the program of its numbers.
+      sums: its transpose, with `binding` for the program of its numbers; `number_call`: that program as a fused call.
       pushed, pulled: the same of the original columns, as functions of the operands that return a list.
       refused: why the fused call is not linear in a table, by its position.
     """
@@ -49,6 +50,7 @@ class Pullback:
     tangent: FusedCall
     sums: RowSums
     binding: tuple[int, ...]
+    number_call: FusedCall
     pushed: Callable[..., list[Any]]
     pulled: Callable[..., list[Any]]
     refused: Mapping[int, str]
@@ -84,11 +86,16 @@ def pullback(call: FusedCall, moving: Sequence[int]) -> Pullback | Mapping[int, 
     return known
 
 
-def refused(call: FusedCall, moving: Sequence[int]) -> Mapping[int, str]:
+def refused(call: FusedCall, moving: Sequence[int], platform: str) -> Mapping[int, str]:
     """Why a derivative by an operand is not fused, by its position; "" where it is. For `explain`."""
     found = pullback(call, moving) if moving else {}
     why = found.refused if isinstance(found, Pullback) else found
-    return {k: why.get(k, "") for k in moving}
+    all_of_them = ""
+    if platform in ("cuda", "gpu"):
+        all_of_them = refused_on_cuda(found) if isinstance(found, Pullback) else ""
+    elif platform != "cpu":
+        all_of_them = f"on {platform} the backward pass is JAX's own"
+    return {k: why.get(k, all_of_them) for k in moving}
 
 
 def _make(call: FusedCall, moving: Sequence[int]) -> Pullback | Mapping[int, str]:
@@ -235,6 +242,35 @@ def _lower_sums(ctx: Any, *operands: Any, pull: Pullback) -> Any:
     )
 
 
+def _lower_sorted(ctx: Any, *operands: Any, pull: Pullback) -> Any:
+    if lowering.is_partitioned(ctx) or refused_on_cuda(pull):
+        return _lower_pulled(ctx, *operands, pull=pull)
+    return compat.lower_fun(lambda *given: sorted_pull(pull, given))(ctx, *operands)
+
+
+def sorted_pull(pull: Pullback, operands: Sequence[Any]) -> list[Any]:
+    """`recom_row_sums` as JAX operations around fused calls: what it is on a GPU."""
+    n = pull.n_numbers
+    numbers = lowering.fused_p.bind(*operands[:n], call=pull.number_call)
+    words = sorted_sums.read(pull.sums.words)
+    made = sorted_sums.sums(words, numbers, operands[n:], pull.tangent.options)
+    return [m.reshape(a.shape).astype(a.dtype) for m, a in zip(made, pull.table_avals, strict=True)]
+
+
+def refused_on_cuda(pull: Pullback) -> str:
+    """Why a GPU leaves the transpose to XLA, "" if it does not."""
+    from recom_jax.cuda.codegen import generate
+
+    if not pull.tangent.options.always_fuse:
+        return gate.SCATTER
+    try:
+        sorted_sums.read(pull.sums.words)
+        generate(pull.number_call.program)
+    except EncodeError as why:
+        return str(why)
+    return ""
+
+
 def _lower_pulled(ctx: Any, *operands: Any, pull: Pullback) -> Any:
     return compat.lower_fun(pull.pulled)(ctx, *operands)
 
@@ -258,7 +294,7 @@ compat.register_primitive(
     jvp=_linear_jvp(row_sums_p, lambda pull: pull.pulled),
     batch=_linear_batch(lambda pull: pull.pulled, row_sums_p),
     lower_cpu=_lower_sums,
-    lower_cuda=_lower_pulled,
+    lower_cuda=_lower_sorted,
     lower_default=_lower_pulled,
 )
 compat.register_transpose(tangent_p, _linear_transpose(row_sums_p))

@@ -68,6 +68,7 @@ def make(call: FusedCall, moving: Sequence[int]) -> Pullback | Mapping[int, str]
         _call(call, tangent, prepare(tangent, call.options), index, found.results, original),
         sums,
         tuple(x for v in sums.numbers.operands for x in (index[id(v)], -1)),
+        _number_call(call, sums, index, len(numbers) + len(made)),
         original,
         _pulled(original, len(numbers) + len(made), table_avals),
         refused,
@@ -129,6 +130,27 @@ def _pulled(
         return list(transposed(list(cotangents)))
 
     return pull
+
+
+def _number_call(
+    call: FusedCall, sums: row_sums.RowSums, index: Mapping[int, int], n_numbers: int
+) -> FusedCall:
+    """The program of a row sum's numbers as a fused call of its own."""
+
+    def unknown(*_: Any) -> list[Any]:
+        raise EncodeError("the numbers of a row sum have no other form")
+
+    places = [index[id(v)] for v in sums.numbers.operands]
+    return FusedCall(
+        sums.encoded,
+        tuple(x for k in places for x in (k, -1)),
+        n_numbers,
+        tuple(o.var.aval for o in sums.numbers.outputs),
+        unknown,
+        call.options,
+        tuple(x for k in places for x in (k, -1, 0)),
+        sums.numbers.program,
+    )
 
 
 def _call(

@@ -94,7 +94,7 @@ def make_plan(source: Source) -> Plan:
 
     pipeline.count("traces")
     call, n_bound = source.call, source.n_bound
-    compiled = pipeline.compile_jaxpr(trace_call(source.fn, call, source.name), source.options)
+    compiled = pipeline.fuse(trace_call(source.fn, call, source.name), source.options)
     if source.options.tune:
         from recom_jax.cuda import tune
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -107,11 +108,13 @@ def is_plain_jit(eqn: Any) -> bool:
     """Whether a jit equation carries nothing but its body: no shardings, layouts, donation or options."""
     p = eqn.params
     for key in ("in_shardings", "out_shardings"):
-        if any(type(s).__name__ not in UNSPECIFIED_NAMES for s in p.get(key, ())):
-            return False
+        for s in p.get(key, ()):
+            if type(s).__name__ not in UNSPECIFIED_NAMES:
+                return False
     for key in ("in_layouts", "out_layouts"):
-        if any(x is not None for x in p.get(key, ())):
-            return False
+        for x in p.get(key, ()):
+            if x is not None:
+                return False
     return not any(p.get("donated_invars", ())) and not p.get("compiler_options_kvs", ())
 
 
@@ -209,6 +212,11 @@ def register_primitive(
     mlir.register_lowering(prim, lower_cuda, platform="cuda")
 
 
+def uncommitted(x: Any) -> Any:
+    """The same memory as an array that is committed to no device, as what `jax.numpy` makes is."""
+    return _array.ArrayImpl(x.aval, x.sharding, [x.addressable_data(0)], committed=False)
+
+
 def register_transpose(prim: Any, rule: Callable[..., Any]) -> None:
     """`rule` gets cotangents (or zeros, `is_zero_tangent`), operands (`is_undefined` where linear) and parameters."""
     ad.primitive_transposes[prim] = rule
@@ -267,6 +275,14 @@ def zero_tangent(primal_out: Any) -> Any:
 # ---- symbolic dimensions -----------------------------------------------------------------------------------------
 
 Inconclusive = _core.InconclusiveDimensionOperation
+
+
+def default_platform() -> str:
+    """The platform of the device that arrays go to by default, as JAX names it ("cpu", "gpu")."""
+    device = _config.default_device.value
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else str(device.platform)
 
 
 def is_symbolic(dim: Any) -> bool:

@@ -23,6 +23,7 @@ from recom_jax.detect_values import (
     Shape,
     Val,
     dtype_name,
+    leaves,
     python_scalar,
     row_major,
 )
@@ -30,6 +31,7 @@ from recom_jax.shape_solver.dims import DimLike
 from recom_jax.shape_solver.unify import Unifier
 from recom_jax.subgraph import producers
 from recom_jax.symbolic import Sizes
+from recom_jax.twins import Twins
 
 DEEPEST = 150  # operations inside one another
 
@@ -45,6 +47,7 @@ class Detector:
         self.pool = ir.Pool()
         self.unifier = Unifier()
         self.sizes = Sizes(self.unifier)
+        self.twins = Twins(self)
         self.env: dict[int, Val] = {}
         self.operands: dict[int, Val] = {}
         self.reads: list[Read] = []
@@ -52,14 +55,10 @@ class Detector:
         self.value_of: dict[int, Any] = {}
         self._made_by: dict[int, tuple[Any, int]] | None = None
         self._depth: dict[int, int] = {}
+        self._leaves: dict[int, tuple[Val, list[Any]]] = {}
         self.extra_consts: list[tuple[Any, Any]] = []
         jaxpr = compat.open_jaxpr(closed)
-        self.symbolic = any(
-            type(n) is not int and compat.is_symbolic(n)
-            for vars in (jaxpr.invars, jaxpr.constvars, *(e.outvars for e in jaxpr.eqns))
-            for v in vars
-            for n in getattr(v.aval, "shape", ())
-        )
+        self.symbolic = _symbolic((jaxpr.invars, jaxpr.constvars, *(e.outvars for e in jaxpr.eqns)))
         self.arguments = frozenset(map(id, (*jaxpr.invars, *jaxpr.constvars)))
         for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
             if not compat.is_tracer(value):
@@ -71,9 +70,16 @@ class Detector:
         """The value of an equation's input; raises `Refuse` for types the program format lacks."""
         if isinstance(atom, compat.Literal):
             return self.const_val(atom)
-        found = self.env.get(id(atom))
+        found = self.known(atom)
         if found is None:
             found = self.env[id(atom)] = self.opaque(atom)
+        return found
+
+    def known(self, var: Any) -> Val | None:
+        """The value of a variable that a rule made or `val` was asked for; None: XLA computes it."""
+        found = self.env.get(id(var))
+        if found is None and id(var) in self.twins.later:
+            found = self.env[id(var)] = self.twins.value(var)
         return found
 
     def const_val(self, literal: Any) -> Val:
@@ -87,7 +93,7 @@ class Detector:
         found = self.operands.get(id(var))
         if found is None:
             dtype = dtype_name(var.aval)
-            known = self.env.get(id(var))
+            known = self.known(var)
             kind = "in" if id(var) in self.arguments else "x"
             shape = (
                 known.shape
@@ -166,6 +172,13 @@ class Detector:
             raise Refuse("a concatenation used as a value")
         return v.expr
 
+    def leaves(self, value: Val) -> list[Any]:
+        """The variables a value reads."""
+        found = self._leaves.get(id(value))
+        if found is None:
+            found = self._leaves[id(value)] = value, leaves(value)
+        return found[1]
+
     def made_by(self) -> dict[int, tuple[Any, int]]:
         """id of a variable -> (its equation, which output)."""
         if self._made_by is None:
@@ -178,12 +191,18 @@ class Detector:
     # ---- propagation ------------------------------------------------------------------------------------
 
     def run(self) -> Detected:
+        jaxpr = compat.open_jaxpr(self.closed)
+        for eqns in self.twins.slices(jaxpr):
+            self.twins.run(eqns)
+        return demand(self, jaxpr)
+
+    def step(self, eqns: Sequence[Any]) -> None:
+        """Applies their rules to equations, in order."""
         from recom_jax.detect_bags import BAG_RULES
         from recom_jax.detect_rules import RULES
         from recom_jax.detect_tables import TABLE_RULES, refused_read
 
-        jaxpr = compat.open_jaxpr(self.closed)
-        for eqn in jaxpr.eqns:
+        for eqn in eqns:
             name = eqn.primitive.name
             rule = RULES.get(name) or TABLE_RULES.get(name) or BAG_RULES.get(name)
             reads_before = len(self.reads)
@@ -223,7 +242,6 @@ class Detector:
             for var, v in zip(eqn.outvars, out if isinstance(out, list) else [out], strict=True):
                 if v is not None:
                     self.env[id(var)] = v
-        return demand(self, jaxpr)
 
     def check_depth(self, out: Sequence[Val | None]) -> None:
         """What walks expressions recurses: a deeper one is cut here, and goes on from an operand."""
@@ -236,6 +254,16 @@ class Detector:
         if found is None:
             found = self._depth[id(e)] = 1 + max(map(self.depth, e.children), default=0)
         return found
+
+
+def _symbolic(variables: Sequence[Sequence[Any]]) -> bool:
+    """Whether a size of a variable is a symbol of JAX's."""
+    for some in variables:
+        for v in some:
+            for n in getattr(v.aval, "shape", ()):
+                if n.__class__ is not int and compat.is_symbolic(n):
+                    return True
+    return False
 
 
 # What a primitive's rule is: its outputs' values (see `detect_rules`).

@@ -16,7 +16,7 @@ LONG = 8  # operations from which on a value without lookups is worth a place in
 
 def demand(d: Detector, jaxpr: Any) -> Detected:
     """Follows the results backwards to what must be computed, and by whom."""
-    made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    made_by = d.made_by()
     fused: dict[int, Val] = {}
     kept: set[int] = set()
     needed: set[int] = set()
@@ -30,15 +30,15 @@ def demand(d: Detector, jaxpr: Any) -> Detected:
         if id(var) in needed:
             continue
         needed.add(id(var))
-        value = d.env.get(id(var))
+        value = d.known(var)
         if value is not None and id(var) in made_by and pays(d, value):
             fused[id(var)] = value
-            work += leaves(value)
+            work += d.leaves(value)
             continue
-        eqn = made_by.get(id(var))
-        if eqn is not None and id(eqn) not in kept:
-            kept.add(id(eqn))
-            work += [v for v in eqn.invars if not isinstance(v, compat.Literal)]
+        made = made_by.get(id(var))
+        if made is not None and id(made[0]) not in kept:
+            kept.add(id(made[0]))
+            work += [v for v in made[0].invars if not isinstance(v, compat.Literal)]
     return levels(d, jaxpr, fused, kept)
 
 
@@ -86,7 +86,7 @@ def levels(d: Detector, jaxpr: Any, fused: dict[int, Val], kept: set[int]) -> De
     for eqn in jaxpr.eqns:
         for var in eqn.outvars:
             if id(var) in fused:
-                level = level_of(fused[id(var)], ready)
+                level = level_of(d, fused[id(var)], ready)
                 outputs.append(Output(var, fused[id(var)], level))
                 late += waiting(d, var, ready)
                 ready[id(var)] = level + 1
@@ -114,9 +114,9 @@ def levels(d: Detector, jaxpr: Any, fused: dict[int, Val], kept: set[int]) -> De
     )
 
 
-def level_of(value: Val, ready: dict[int, int]) -> int:
+def level_of(d: Detector, value: Val, ready: dict[int, int]) -> int:
     """The first call that could compute a value, as far as is known what makes its operands."""
-    return max((ready.get(id(v), 0) for v in leaves(value)), default=0)
+    return max((ready.get(id(v), 0) for v in d.leaves(value)), default=0)
 
 
 def waiting(d: Detector, var: Any, ready: dict[int, int]) -> list[Any]:
@@ -128,11 +128,11 @@ def waiting(d: Detector, var: Any, ready: dict[int, int]) -> list[Any]:
     work, seen = [var], set()
     while work:
         v = work.pop()
-        value = d.env.get(id(v))
+        value = d.known(v)
         if id(v) in seen or value is None or id(v) not in d.made_by() or not pays(d, value):
             continue
         seen.add(id(v))
-        level = level_of(value, ready)
+        level = level_of(d, value, ready)
         if level > rows_level(d, value, ready, level):
             found.append(v)
             eqn, _ = d.made_by()[id(v)]

@@ -193,8 +193,16 @@ def convert(d: Detector, e: ir.Expr, dtype: str) -> ir.Expr:
         return e
     if isinstance(e, ir.Const) and not ir.is_16bit(dtype):
         return _convert_const(d, e, dtype)
-    widening = ir.is_float(e.dtype) and ir.is_float(dtype)
-    return d.pool.op("convert", dtype, e, arith=e.arith and widening)
+    floats = ir.is_float(e.dtype) and ir.is_float(dtype)
+    return d.pool.op(
+        "convert", dtype, e, exact=not (floats and _rounded(e)), arith=e.arith and floats
+    )
+
+
+def _rounded(e: ir.Expr) -> bool:
+    """Whether `e` was rounded to 16 bits or fewer: XLA for GPUs leaves that out where the value is widened again."""
+    of = e.args[0].dtype if isinstance(e, ir.Op) and e.name == "convert" else "bool"
+    return ir.is_16bit(e.dtype) and ir.is_float(of) and not ir.is_16bit(of)
 
 
 def _convert_const(d: Detector, e: ir.Const, dtype: str) -> ir.Expr:

@@ -172,7 +172,7 @@ def _splits(lengths: ir.Expr | None) -> ir.Load | None:
 def gather_of_unique(d: Detector, eqn: Any) -> Val | None:
     """``table[u][inv]`` where (u, inv) = ``jnp.unique(ids, return_inverse=True, size=n)``: ``table[ids]``."""
     operand, start = eqn.invars
-    rows = None if isinstance(operand, compat.Literal) else d.env.get(id(operand))
+    rows = None if isinstance(operand, compat.Literal) else d.known(operand)
     if (
         rows is None
         or rows.expr is None

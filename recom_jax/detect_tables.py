@@ -108,8 +108,8 @@ def make_take(
     )
     if one_hot:
         d.note(take, "one-hot-to-lookup")
-    d.pool.origins.setdefault(id(take), set()).add(len(d.reads))
-    d.reads.append(Read(table, eqn, take, ""))
+    d.pool.read(take, len(d.reads))
+    d.reads.append(Read(table, eqn, ""))
     return _rows_expr(d, table_expr, take)
 
 
@@ -333,9 +333,7 @@ def refused_read(d: Detector, eqn: Any, reason: str | None) -> None:
         if found is not None and symbolic and _fixed(d, eqn.invars[1]):
             return  # a slice of a feature: no table is read
         if found is not None and reason != _NOT_ROWS:
-            d.reads.append(
-                Read(found[0], eqn, None, reason or "this form of read is not understood")
-            )
+            d.reads.append(Read(found[0], eqn, reason or "this form of read is not understood"))
         else:
             _other_read(d, eqn)
     elif eqn.primitive.name in SPARSE:
@@ -343,14 +341,14 @@ def refused_read(d: Detector, eqn: Any, reason: str | None) -> None:
         if found is not None:
             own = eqn.primitive.name == "bcsr_dot_general"
             why = _OWN_KERNEL if own else "a product with a batch of sparse matrices"
-            d.reads.append(Read(found[0], eqn, None, why))
+            d.reads.append(Read(found[0], eqn, why))
     elif reason is not None and eqn.primitive.name == "dot_general":
         found = base_table(d, eqn.invars[1])
         if found is not None and "one-hot" in reason:
-            d.reads.append(Read(found[0], eqn, None, reason))
+            d.reads.append(Read(found[0], eqn, reason))
     else:
         for name, inner, table in _inner_reads(d, eqn):
-            d.reads.append(Read(table, inner, None, reason or f"the lookup is inside {name}"))
+            d.reads.append(Read(table, inner, reason or f"the lookup is inside {name}"))
 
 
 def _other_read(d: Detector, eqn: Any) -> None:

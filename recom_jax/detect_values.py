@@ -79,7 +79,6 @@ class Read:
 
     table: Any
     eqn: Any
-    expr: ir.Expr | None
     reason: str
 
 
@@ -156,11 +155,18 @@ def leaves(value: Val) -> list[Any]:
 _NAMES: dict[Any, str] = {}
 
 
-def dtype_name(aval: Any) -> str:
+def dtype_text(aval: Any) -> str:
+    """The name of a dtype, whether the format has it or not."""
     dtype = getattr(aval, "dtype", "no dtype")
     name = _NAMES.get(dtype)  # asking numpy for a name costs microseconds
     if name is None:
         name = _NAMES[dtype] = str(dtype)
+    return name
+
+
+def dtype_name(aval: Any) -> str:
+    """The name of a dtype. Raises Refuse where the format lacks it."""
+    name = dtype_text(aval)
     if name not in DTYPES:
         raise Refuse(f"values of type {name}")
     return name

@@ -71,7 +71,7 @@ class Emitter(Code):
             self.put(bags, "SELECT", wide, self.constant(bags, "bool", True), src, src)
             src = wide
         step = self.size(p.feature_stride)
-        offset = self.size(p.offset)
+        self.offset = offset = self.size(p.offset)
         strides = [self.size(s) for s in p.strides]
         self.put(
             bags, "STORE", src, self.slot(RESULT, p.result), offset, len(strides), *strides, step

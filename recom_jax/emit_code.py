@@ -55,6 +55,7 @@ class Code:
         self.code: list[Instr] = []
         self.bodies: list[list[Instr]] = []  # kept: `memo` names them by id
         self.width = -1
+        self.offset = -1  # the slot of the last stored piece's place in the result
 
     def slot(self, kind: str, value: Any) -> int:
         """A new slot: its number."""

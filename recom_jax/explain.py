@@ -65,7 +65,8 @@ class GradientReport:
 
     Attributes:
       table: the path of the argument, or "constant[k]", or "a computed table".
-      status: "fused": one custom call (on a CPU); "xla": the derivative of the columns as they are written.
+      status: "fused": one custom call on a CPU, a sort between two on a GPU; "xla": the derivative of the columns as
+        they are written.
       reason: why it is not fused ("" if it is).
     """
 
@@ -103,8 +104,16 @@ class Report:
 
     @property
     def gradients(self) -> tuple[GradientReport, ...]:
-        """The derivative by each float table of each fused call: fused, or why not. Analysed when it is asked for."""
-        return tuple(g for call, names in self.calls for g in _gradients(call, names))
+        """`gradients_on` the platform of JAX's default device."""
+        return self.gradients_on(compat.default_platform())
+
+    def gradients_on(self, platform: str) -> tuple[GradientReport, ...]:
+        """The derivative by each float table of each fused call: fused, or why not. Analysed when it is asked for.
+
+        Args:
+          platform: as JAX names it: "cpu", "cuda", "gpu", ...
+        """
+        return tuple(g for call, names in self.calls for g in _gradients(call, names, platform))
 
     @property
     def unfused_on_cuda(self) -> tuple[tuple[int, str], ...]:
@@ -293,7 +302,7 @@ def report_of(compiled: Compiled, function: str) -> Report:
     )
 
 
-def _gradients(call: FusedCall, names: tuple[str, ...]) -> list[GradientReport]:
+def _gradients(call: FusedCall, names: tuple[str, ...], platform: str) -> list[GradientReport]:
     from recom_jax.backward import refused
 
     variables = compat.open_jaxpr(call.closed).invars
@@ -302,7 +311,7 @@ def _gradients(call: FusedCall, names: tuple[str, ...]) -> list[GradientReport]:
         for k, v in enumerate(variables)
         if len(v.aval.shape) >= 2 and ir.is_float(str(v.aval.dtype))
     ]
-    why = refused(call, floats)
+    why = refused(call, floats, platform)
     return [
         GradientReport(names[k], "xla" if why[k] else "fused", why[k])
         for k in floats

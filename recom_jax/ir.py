@@ -11,7 +11,7 @@ across all columns of a model. They print themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from recom_jax.ir_nodes import (
@@ -39,6 +39,9 @@ E = TypeVar("E", bound=Expr)
 Remap = Callable[[Strides, DimLike], tuple[Strides, DimLike]]
 
 
+Renaming = Callable[[DimLike], DimLike]
+
+
 class NotAffine(Exception):
     """A view that offset + sum(index * stride) cannot express; the value is then left to XLA."""
 
@@ -52,9 +55,43 @@ class Pool:
         self.origins: dict[int, set[int]] = {}
         # id of an expression -> names of the rewrites that detection made it by.
         self.notes: dict[int, tuple[str, ...]] = {}
+        # id of an expression -> the one it is like, and what renames that one to it (see `twins`).
+        self.twins: dict[int, tuple[Expr, Any]] = {}
+        # What is being recorded of the notes and origins made (see `twins`).
+        self.journal: list[tuple[Any, ...]] | None = None
+
+        # (id of an expression, rank) -> the axes along which rows lie (see `schedule`).
+        self.features: dict[tuple[int, int], frozenset[int]] = {}
+        self._takes: dict[int, list[Take]] = {}
+
+    def takes(self, e: Expr) -> list[Take]:
+        """The lookups in an expression of this pool, inner ones first."""
+        found = self._takes.get(id(e))
+        if found is None:
+            twin = self.twins.get(id(e))
+            if twin is None or twin[0] is e:
+                found = [x for x in walk(e) if isinstance(x, Take)]
+            else:
+                found = [twin[1].expr(x) for x in self.takes(twin[0])]
+            self._takes[id(e)] = found
+        return found
 
     def note(self, e: Expr, names: tuple[str, ...]) -> None:
         self.notes[id(e)] = tuple(dict.fromkeys((*self.notes.get(id(e), ()), *names)))
+        if self.journal is not None:
+            self.journal.append(("note", e, names))
+
+    def read(self, take: Take, number: int) -> None:
+        """A lookup stands for table read `number`."""
+        self.origins.setdefault(id(take), set()).add(number)
+        if self.journal is not None:
+            self.journal.append(("read", take, number))
+
+    def same_reads(self, take: Take, old: Take) -> None:
+        """A lookup stands for the reads of another one."""
+        self.origins.setdefault(id(take), set()).update(self.origins.get(id(old), ()))
+        if self.journal is not None:
+            self.journal.append(("same_reads", take, old))
 
     def _intern(self, kind: type[E], key: tuple[Any, ...], *fields: Any) -> E:
         key = (kind, *key)
@@ -123,7 +160,7 @@ class Pool:
         fields: dict[str, Any] = {k: getattr(e, k) for k in Take.__slots__ if k != "table"}
         new = self.take(e.table, e.dtype, **{**fields, **changes})
         if new is not e:
-            self.origins.setdefault(id(new), set()).update(self.origins.get(id(e), ()))
+            self.same_reads(new, e)
         return new
 
     def reduce(self, kind: str, arg: Expr, sizes: tuple[DimLike, ...], init: Any) -> Reduce:
@@ -240,16 +277,93 @@ class Pool:
         memo[(id(e), rank)] = new
         return new
 
+    def renamed(
+        self, e: Expr, variables: Mapping[int, Any], dim: Renaming, memo: dict[int, Expr]
+    ) -> Expr:
+        """`e` of other variables and sizes, node by node; notes and origins are the caller's business.
 
-def walk(e: Expr, seen: set[int] | None = None) -> Iterator[Expr]:
-    """Every distinct node of an expression, children first."""
+        Args:
+          variables: by the ids of those in `e`.
+        """
+        found = memo.get(id(e))
+        if found is not None:
+            return found
+        new: Expr
+        if isinstance(e, Op):
+            args = tuple([self.renamed(a, variables, dim, memo) for a in e.args])
+            key = (e.name, e.dtype, tuple(map(id, args)), e.exact, e.arith)
+            new = self._intern(Op, key, e.dtype, e.exact, e.arith, e.takes, e.name, args)
+        elif isinstance(e, Const):
+            return e
+        elif isinstance(e, Load):
+            new = self.load(variables[id(e.var)], e.dtype, dim(e.offset), _dims(e.strides, dim))
+        elif isinstance(e, Affine):
+            new = self.affine(e.dtype, dim(e.offset), _dims(e.strides, dim))
+        elif isinstance(e, Take):
+            new = self.take(
+                variables[id(e.table)],
+                e.dtype,
+                idx=self.renamed(e.idx, variables, dim, memo),
+                rows=e.rows,
+                row_stride=e.row_stride,
+                base=e.base,
+                cols=_dims(e.cols, dim),
+                row_shift=_dims(e.row_shift, dim),
+                mode=e.mode,
+                fill=e.fill,
+                one_hot=e.one_hot,
+            )
+        elif isinstance(e, Search):
+            x = self.renamed(e.x, variables, dim, memo)
+            var = None if e.var is None else variables[id(e.var)]
+            total = None if e.total is None else dim(e.total)
+            new = self.search(
+                e.dtype, x, var, dim(e.offset), dim(e.count), e.side, e.mode, e.grid, total
+            )
+        elif isinstance(e, Reduce):
+            arg = self.renamed(e.arg, variables, dim, memo)
+            new = self.reduce(e.kind, arg, _dims(e.sizes, dim), e.init)
+        else:
+            assert isinstance(e, SegReduce)
+            new = self.seg_reduce(
+                e.kind,
+                e.dtype,
+                self.renamed(e.data, variables, dim, memo),
+                self.renamed(e.seg, variables, dim, memo),
+                dim(e.total),
+                _dims(e.bag, dim),
+                dim(e.bag_offset),
+                _dims(e.feature, dim),
+                e.init,
+            )
+        memo[id(e)] = new
+        return new
+
+
+def _dims(strides: Strides, dim: Renaming) -> Strides:
+    for s in strides:
+        if s.__class__ is not int:
+            break
+    else:
+        return strides
+    return tuple([s if s.__class__ is int else dim(s) for s in strides])
+
+
+def walk(e: Expr, seen: set[int] | None = None) -> list[Expr]:
+    """Every distinct node of an expression, children first; without those in `seen`, to which they are added."""
     seen = set() if seen is None else seen
-    if id(e) in seen:
-        return
+    found: list[Expr] = []
+    if id(e) not in seen:
+        _walk(e, seen, found)
+    return found
+
+
+def _walk(e: Expr, seen: set[int], found: list[Expr]) -> None:
     seen.add(id(e))
     for c in e.children:
-        yield from walk(c, seen)
-    yield e
+        if id(c) not in seen:
+            _walk(c, seen, found)
+    found.append(e)
 
 
 def depends(e: Expr, memo: dict[int, frozenset[int]]) -> frozenset[int]:
@@ -304,6 +418,7 @@ __all__ = [
     "Pool",
     "Reduce",
     "Remap",
+    "Renaming",
     "Search",
     "SegReduce",
     "Strides",

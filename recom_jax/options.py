@@ -49,8 +49,8 @@ class Options:
         holds arrays; of a server, all that are not bound.
       tune: on a CUDA device, measure how the kernel of new shapes is best laid out, at its first call with values, and
         keep what was found (default False: a cost model says). Results stay the same; elsewhere nothing changes.
-      always_fuse: fuse single lookups too that XLA would join with the arithmetic on their rows (default
-        False: they stay in XLA, which is faster, and `explain` says so).
+      always_fuse: fuse single lookups too that XLA would join with the arithmetic on their rows, and gradients on a GPU
+        (default False: they stay in XLA, which is faster, and `explain` says so).
     """
 
     fast_ids: bool = False

@@ -8,10 +8,10 @@ import dataclasses
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from recom_jax import cpu, ffi, gate, ir, verify
+from recom_jax import cpu, ffi, gate, ir, kept, verify
 from recom_jax.cpu import Encoded
 from recom_jax.detect import detect
 from recom_jax.detect_values import Detected, Read
@@ -19,27 +19,36 @@ from recom_jax.lowering import warn_once
 from recom_jax.options import Options
 from recom_jax.schedule import PartError, Scheduled, schedule
 from recom_jax.simplify import Simplified, simplify
-from recom_jax.splice import splice
+from recom_jax.splice import Split, splice
 from recom_jax.trace import Traced
 
 _MAX_ATTEMPTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What the pipeline makes of one trace.
+class Fused:
+    """What a function is when it runs.
 
     Attributes:
-      jaxpr: the spliced program.
       calls: (level, program, its encoding) of each fused call.
-      forced: reasons by id of variables that had to stay in XLA.
+      jaxpr: the spliced program.
     """
 
     traced: Traced
-    detected: Detected
-    simplified: Simplified
     calls: tuple[tuple[int, Scheduled, Encoded], ...]
     jaxpr: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled(Fused):
+    """What the pipeline makes of one trace, stage by stage.
+
+    Attributes:
+      forced: reasons by id of variables that had to stay in XLA.
+    """
+
+    detected: Detected
+    simplified: Simplified
     forced: dict[int, str]
     reads: tuple[Read, ...]
 
@@ -56,11 +65,37 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-def compile_jaxpr(traced: Traced, options: Options) -> Compiled:
-    """Stages 2 to 8, see `_compile`. A defect of ours costs the fusion and a warning, never the user's call."""
+def fuse(traced: Traced, options: Options) -> Fused:
+    """Stages 2 to 8 for a function that is to run: from the disk, if an earlier process prepared the same one."""
+    if not kept.applies(traced, options):
+        return compile_jaxpr(traced, options)
     with gc_paused():
         try:
-            return _compile(traced, options)
+            name = kept.key(traced, options)
+            found = None if name is None else kept.load(name, traced, options)
+            if found is not None:
+                split, extra, scheduled = found
+                encoded = tuple((level, s, prepare(s, options)) for level, s in scheduled)
+                made = Fused(traced, encoded, splice(split, extra, encoded, options))
+                count("programs_from_disk", len(encoded))
+                return made
+        except Exception as why:
+            warn_once(
+                f"recom_jax: a program kept on disk is made again: {type(why).__name__}: {why}"
+            )
+            name = None
+    return compile_jaxpr(traced, options, name)
+
+
+def compile_jaxpr(traced: Traced, options: Options, name: str | None = None) -> Compiled:
+    """Stages 2 to 8, see `_compile`. A defect of ours costs the fusion and a warning, never the user's call.
+
+    Args:
+      name: the key under which the next process finds what was made; None: it is not kept.
+    """
+    with gc_paused():
+        try:
+            return _compile(traced, options, name)
         except Exception as why:
             if options.verifies:
                 raise
@@ -74,11 +109,11 @@ def _unfused(traced: Traced, options: Options, reason: str) -> Compiled:
     everything = {id(v): reason for e in traced.jaxpr.eqns for v in e.outvars}
     detected, _ = detect(traced.jaxpr, options, everything)
     return Compiled(
-        traced, detected, Simplified((), {}), (), traced.jaxpr, everything, detected.reads
+        traced, (), traced.jaxpr, detected, Simplified((), {}), everything, detected.reads
     )
 
 
-def _compile(traced: Traced, options: Options) -> Compiled:
+def _compile(traced: Traced, options: Options, name: str | None) -> Compiled:
     """Runs stages 2 to 8. A value that a later stage cannot express goes back to XLA, and detection runs again."""
     forced: dict[int, str] = {}
     for attempt in itertools.count():
@@ -114,7 +149,25 @@ def _compile(traced: Traced, options: Options) -> Compiled:
         splice=jaxpr,
         **{f"program{level}": s for level, s in scheduled},
     )
-    return Compiled(traced, detected, simplified, tuple(encoded), jaxpr, forced, detected.reads)
+    if name is not None:
+        _keep(name, traced, options, detected, detector.extra_consts, scheduled)
+    return Compiled(traced, tuple(encoded), jaxpr, detected, simplified, forced, detected.reads)
+
+
+def _keep(
+    name: str,
+    traced: Traced,
+    options: Options,
+    detected: Detected,
+    extra: Sequence[tuple[Any, Any]],
+    scheduled: Sequence[tuple[int, Scheduled]],
+) -> None:
+    """Keeps what was made for the next process. A defect of ours costs that process the time, and nobody the call."""
+    split = Split(traced.jaxpr, detected.kept, detected.value_of)
+    try:
+        kept.keep(name, traced, options, (split, tuple(extra), tuple(scheduled)))
+    except Exception as why:
+        warn_once(f"recom_jax: a program is not kept on disk: {type(why).__name__}: {why}")
 
 
 # ---- prepared programs -----------------------------------------------------------------------------------------

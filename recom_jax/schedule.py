@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recom_jax import ir
-from recom_jax.detect_values import Detected, Output, Part, row_major
-from recom_jax.emit import Emitter
+from recom_jax.detect_values import Detected, Output, Part, dtype_text, row_major
+from recom_jax.emit_twins import Columns
 from recom_jax.errors import EncodeError
 from recom_jax.program import DIM, IMM, ClassDef, ColumnDef, Program
 from recom_jax.shape_solver.dims import DimLike, evaluate, substitute, symbols
@@ -100,18 +100,17 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
     classes: dict[ClassDef, int] = {}
     columns: list[Column] = []
     lookups = []
-    for group in _groups([p for _, p in pieces]):
-        emitter = Emitter(detected.pool, resolve, operand, outputs)
+    code = Columns(detected.pool, resolve, operand, order, outputs)
+    for group in _groups(detected.pool, [p for _, p in pieces]):
         try:
-            cls, values = emitter.column(group)
+            cls, values = code.column(group)
         except EncodeError as why:
             failed.append((outputs[group[0].result].var, str(why)))
             continue
         columns.append(
             (classes.setdefault(cls, len(classes)), values, outputs[group[0].result].var)
         )
-        found = (x for p in group for x in ir.walk(p.expr))
-        lookups.append(frozenset(id(x) for x in found if isinstance(x, ir.Take)))
+        lookups.append(frozenset(id(x) for p in group for x in detected.pool.takes(p.expr)))
     if failed:
         raise PartError(*failed[0], *failed[1:])
     made = _finish(detected, outputs, order, list(classes), columns)
@@ -122,7 +121,7 @@ def piece_of(detected: Detected, p: Part, result: int) -> Piece:
     """A part of result number `result`, made ready. Raises EncodeError where no column can be made of it."""
     pool, resolve = detected.pool, detected.unifier.resolve
     rank = len(p.shape)
-    features = _feature_axes(p.expr, rank)
+    features = _feature_axes(pool, p.expr, rank)
     if len(features) > 1:
         raise EncodeError("two embedding axes in one expression")
     feature = features.pop() if features else rank - 1
@@ -148,8 +147,17 @@ def piece_of(detected: Detected, p: Part, result: int) -> Piece:
     )
 
 
-def _feature_axes(e: ir.Expr, rank: int) -> set[int]:
+def _feature_axes(pool: ir.Pool, e: ir.Expr, rank: int) -> set[int]:
     """The axes along which rows of a table lie; at most one in what a column can be."""
+    twin = pool.twins.get(id(e))
+    e = e if twin is None else twin[0]  # the same in all names
+    known = pool.features.get((id(e), rank))
+    if known is None:
+        known = pool.features[id(e), rank] = frozenset(_find_feature_axes(e, rank))
+    return set(known)
+
+
+def _find_feature_axes(e: ir.Expr, rank: int) -> set[int]:
     found: set[int] = set()
     for x in ir.walk(e):
         if isinstance(x, ir.Take):
@@ -216,11 +224,11 @@ def _merge(
     return expr, outer, steps
 
 
-def _groups(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _groups(pool: ir.Pool, pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Pieces that read the same ids over the same bags, one column each group (in order of first piece)."""
     groups: dict[Any, list[Piece]] = {}
     for n, p in enumerate(pieces):
-        takes = [x for x in ir.walk(p.expr) if isinstance(x, ir.Take)]
+        takes = pool.takes(p.expr)
         trivial = not takes or isinstance(takes[0].idx, (ir.Load, ir.Const, ir.Affine))
         key = n if trivial else (p.outer, id(takes[0].idx), p.result)
         groups.setdefault(key, []).append(p)
@@ -262,8 +270,8 @@ def _finish(
             ColumnDef(cls, tuple(where[v] if kind == DIM else int(v) for kind, v in values))
         )
     program = Program(
-        tuple((str(v.aval.dtype), len(v.aval.shape)) for v in order),
-        tuple((str(o.var.aval.dtype), len(o.var.aval.shape)) for o in outputs),
+        tuple((dtype_text(v.aval), len(v.aval.shape)) for v in order),
+        tuple((dtype_text(o.var.aval), len(o.var.aval.shape)) for o in outputs),
         recovery.ops,
         tuple(classes),
         tuple(made),

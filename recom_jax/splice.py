@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,22 @@ from recom_jax.lowering import FusedCall, fused_p
 from recom_jax.schedule import Scheduled
 
 
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Of `Detected`, what is needed here.
+
+    Attributes:
+      kept: equations XLA runs, with the level each belongs to.
+      value_of: constants by id of their variable.
+    """
+
+    jaxpr: Any
+    kept: tuple[tuple[int, Any], ...]
+    value_of: dict[int, Any]
+
+
 def splice(
-    detected: Detected,
+    detected: Detected | Split,
     extra_consts: Sequence[tuple[Any, Any]],
     calls: Sequence[tuple[int, Scheduled, Encoded]],
     options: Any,

@@ -17,6 +17,8 @@ import jax
 from recom_jax import compat, templates
 
 TABLE_READS = ("gather", "dynamic_slice", "dot_general")
+CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "recom_fused", "remat2", "checkpoint", "remat",
+                   "bcoo_dot_general"))  # fmt: skip
 SPARSE = ("bcoo_dot_general", "bcsr_dot_general")
 
 
@@ -62,8 +64,10 @@ def flatten(closed: Any, keep_fused: bool = False) -> Any:
     constvars = list(jaxpr.constvars) + flat.constvars
     consts = list(closed.consts) + flat.consts
     eqns = live(flat.eqns, outvars)
-    used = {id(v) for e in eqns for v in e.invars} | {id(v) for v in outvars}
-    kept = [(v, c) for v, c in zip(constvars, consts, strict=True) if id(v) in used]
+    kept = list(zip(constvars, consts, strict=True))
+    if kept:
+        used = {id(v) for e in eqns for v in e.invars} | {id(v) for v in outvars}
+        kept = [(v, c) for v, c in kept if id(v) in used]
     return compat.closed(
         [v for v, _ in kept], jaxpr.invars, outvars, eqns, [c for _, c in kept], jaxpr
     )
@@ -74,9 +78,12 @@ def live(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     needed = {id(v) for v in outvars}
     kept: list[Any] = []
     for eqn in reversed(eqns):
-        if eqn.effects or any(id(v) in needed for v in eqn.outvars):
+        used = bool(eqn.effects)
+        for v in eqn.outvars:
+            used = used or id(v) in needed
+        if used:
             kept.append(eqn)
-            needed.update(id(v) for v in eqn.invars)
+            needed.update(map(id, eqn.invars))
     kept.reverse()
     return kept
 
@@ -112,6 +119,8 @@ class _Inliner:
 
     def inlined(self, eqn: Any) -> Any | None:
         """The body to put in an equation's place, None to leave the equation."""
+        if eqn.primitive.name not in CALLS:
+            return None
         if eqn.primitive.name == SPARSE[0]:
             return compat.sparse_product(eqn)
         if not self.inlines(eqn):
@@ -141,9 +150,9 @@ class _Inliner:
         Inside a call of JAX's own (`jnp.take`), traced once and shared by all callers, equations get the
         `source` of the call.
         """
-        literal = compat.Literal
+        literal, known = compat.Literal, env.get
         for eqn in jaxpr.eqns:
-            invars = [v if isinstance(v, literal) else env.get(v, v) for v in eqn.invars]
+            invars = [v if isinstance(v, literal) else known(v, v) for v in eqn.invars]
             inner = self.inlined(eqn)
             if inner is not None:
                 sparse = eqn.primitive.name == SPARSE[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 import random
@@ -18,19 +19,21 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from helpers import EPS, VERIFY, assert_same, ids, table
-from test_random_programs import BATCHES, arguments, build
 
 import recom_jax
-from recom_jax import _recom, ir
+from recom_jax import _recom, gate, ir
 from recom_jax.backward import Pullback, pullback
 from recom_jax.detect import detect
 from recom_jax.linear import linear
 from recom_jax.row_sums import row_sums
 from recom_jax.simplify import simplify
 from recom_jax.trace import trace
+from tests.random_columns import BATCHES, arguments
+from tests.random_models import build
 
 ROWS, DIM, B, L = 9, 4, 6, 3
 SEG = np.array([0, 0, 5, -1, 3, 3, 6, 3, 1, 1, 4, 4, 2, 2, 2, 0, 0, 7], np.int32)  # some of no bag
+ALWAYS = dataclasses.replace(VERIFY, always_fuse=True)
 optimize = functools.partial(recom_jax.optimize, options=VERIFY)
 
 
@@ -109,10 +112,10 @@ def bound(plain: Any, t: Any, i: Any, w: Any, eps: float = EPS) -> Any:
 
 
 def is_fused(f: Any, *args: Any) -> bool:
-    """Whether the gradient is one equation of ours; and on a CPU, where it has a target, one custom call."""
+    """Whether the gradient is one equation of ours; and on a CPU, where XLA is slower, one custom call."""
     found = "recom_row_sums" in str(jax.make_jaxpr(f)(*args))
-    called = "recom_row_sums_v1" in jax.jit(f).lower(*args).as_text()
-    assert called == (found and jax.default_backend() == "cpu")
+    text = jax.jit(f).lower(*args).as_text()
+    assert ("recom_row_sums_v1" in text) == (found and jax.default_backend() == "cpu")
     return found
 
 
@@ -216,6 +219,15 @@ def test_each_table_goes_its_own_way() -> None:
         ("u", "xla"),
         ("still", "fused"),
     ]
+    for options, on_gpu in ((VERIFY, gate.SCATTER), (ALWAYS, "")):
+        found = recom_jax.optimize(plain, options=options).explain(*args).gradients_on("cuda")
+        assert [g.reason for g in found] == [on_gpu, report[1].reason, on_gpu]
+    on_tpu = f.explain(*args).gradients_on("tpu")
+    assert [g.status for g in on_tpu] == ["xla"] * 3
+    assert on_tpu[0].reason == "on tpu the backward pass is JAX's own"
+    assert on_tpu[1] == report[1]
+    with jax.default_device("cpu"):
+        assert f.explain(*args).gradients == report
     (call,) = (e.params["call"] for e in compiled(plain, *args).eqns if "call" in e.params)
     avals = [v.aval for v in call.closed.jaxpr.invars]
     moving = [k for k, v in enumerate(avals) if v.shape == (ROWS, DIM)]
@@ -486,6 +498,45 @@ def test_sums_do_not_depend_on_threads(kind: str, rows: int) -> None:
     eps = float(jnp.finfo(kind).eps)
     tolerance = 4 * eps * np.abs(want) + (1e-3 if kind == "float32" else 1e-9)
     assert (np.abs(out.astype(np.float64) - want) <= tolerance).all()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("width", [1, 4, 5, 8, 32])
+def test_bags_added_at_once_and_item_by_item_have_the_same_bits(width: int) -> None:
+    """One thread goes through the bags in their order, many deal the items out by their rows."""
+    rng = np.random.default_rng(width)
+    rows, n = 500, 4000
+
+    def fn(t: Any, i: Any, w: Any, s: Any, there: Any) -> Any:
+        pooled = (jnp.where((i != 3)[..., None], t[i], 0) * w[..., None]).sum(1) * s[:, None]
+        return jnp.concatenate([jnp.where(there[:, None], pooled, 0), t[i[:, 0]]], -1)
+
+    t = jnp.asarray(rng.normal(size=(rows, width)), jnp.float32)
+    i = (rng.zipf(1.2, (n, 3)) % (rows + 20) - 10).astype(np.int32)
+    w, s = rng.normal(size=(n, 3)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    args = (t, i, w, s, rng.random(n) < 0.7)
+    traced = trace(fn, args, ("t", "i", "w", "s", "there"))
+    detected, _ = detect(traced.jaxpr, VERIFY)
+    found = linear(detected, detected.outputs, [traced.jaxpr.jaxpr.invars[0]])
+    assert {(x.weight is None, x.scale is None, x.there is None) for x in found.terms} == {
+        (False, False, False),
+        (True, True, True),
+    }
+    sums = row_sums(detected, found, VERIFY)
+    known = {id(v): a for v, a in zip(traced.jaxpr.jaxpr.invars, args, strict=True)}
+    operands = [known[id(v)] for v in sums.numbers.operands]
+    binding = np.array([x for k in range(len(operands)) for x in (k, -1)], np.int64)
+    ct = rng.normal(size=(n, 2 * width)).astype(np.float32)
+    made = []
+    for threads in (1, 16):
+        out = np.full(t.shape, 77, np.float32)
+        _recom.run_row_sums(
+            sums.encoded.words, binding, sums.words, [*operands, ct], [out], threads
+        )
+        made.append(out)
+    np.testing.assert_array_equal(made[0].view(np.int32), made[1].view(np.int32))
+    want = jax.vjp(lambda t: fn(t, *args[1:]), t)[1](jnp.asarray(ct))[0]
+    np.testing.assert_allclose(made[0], want, rtol=1e-4, atol=2e-3)
 
 
 @pytest.mark.once

@@ -476,7 +476,10 @@ def test_scatters_that_are_no_bags_are_right() -> None:
         )
 
     got, _ = run(model, t, f, s)
-    assert_same(got, jax.jit(model)(t, f, s), 1e-3)
+    want = jax.jit(model)(t, f, s)
+    # XLA makes the products, on a GPU in any order
+    product = 1e-3 + 1e-5 * float(jnp.abs(want[3]).max())
+    assert_same(got, want, (1e-3,) * 3 + (product,) + (1e-3,) * 4)
 
 
 def test_jagged_bags_with_nothing_in_them() -> None:

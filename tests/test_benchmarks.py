@@ -303,3 +303,16 @@ e: tables in 3.0 s
     ]
     with pytest.raises(RuntimeError, match=r"measured nothing.*ERR_NVGPUCTRPERM"):
         gpu_profile.metrics("==PROF== x\n==ERROR== ERR_NVGPUCTRPERM - no permission\n")
+
+
+def test_plans_beside_training_are_summed_up_in_a_table() -> None:
+    def row(contestant: str, ms: float) -> dict[str, Any]:
+        made = Row.single("RAP plan 2", contestant, "numpy arrays", "ms", [ms])
+        return dataclasses.asdict(made)
+
+    modes = [("no preprocessing", 2.0), ("sequential, unfused", 5.0), ("co-run", 2.5)]
+    rows = [row(*mode) for mode in modes]
+    made = report.corun_table([{"case": "gpu_corun_2_4096", "rows": rows}])
+    assert made[2].startswith("| RAP plan 2 | 2 | 5 |") and made[2].endswith("| 1.250 | 2.00 |")
+    assert not report.corun_table([{"case": "sparse", "rows": rows}])
+    assert not report.corun_table([{"case": "gpu_corun_2_4096", "rows": rows[:2]}])

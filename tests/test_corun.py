@@ -403,3 +403,26 @@ def test_markers_change_nothing() -> None:
     np.testing.assert_array_equal(plain(x[None] * 3), marked(x[None] * 3))
     text = str(jax.make_jaxpr(jax.grad(lambda v: f(v, True)))(x))
     assert "first:bwd" in text
+
+
+def test_lists_of_about_the_same_length_share_a_compiled_program() -> None:
+    """Their capacities are on both sides of a step of the ladder."""
+    traced = []
+
+    def counting(raw: Any) -> Any:
+        traced.append(raw["C"].capacity)
+        return {"n": pp.pad(raw["C"], 2), "x": raw["x"]}
+
+    def batch(n: int) -> Any:
+        splits = np.linspace(0, n, 5).astype(np.int32)
+        return {"C": pp.Jagged(np.arange(n, dtype=np.int32), splits), "x": np.zeros(4, np.float32)}
+
+    lengths = [1000, 1030, 1020, 990, 1085]
+    pipe = corun.Pipeline(counting, lambda s, b: (s, b), options=corun.Options(runtime="threads"))
+    got = [np.asarray(b["n"]) for _, b in pipe.run((), [batch(n) for n in lengths])]
+    assert len(set(traced)) == 1
+    for n, rows in zip(lengths, got, strict=True):
+        want = pp.pad(pp.columns(batch(n))["C"], 2)
+        np.testing.assert_array_equal(rows, want)
+    pipe.prepare(batch(4000))
+    assert len(set(traced)) == 2

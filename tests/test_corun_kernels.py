@@ -12,7 +12,7 @@ import pytest
 
 from examples import rap_plans
 from recom_jax import preprocess as pp
-from recom_jax.corun import kernels, runtime
+from recom_jax.corun import kernels, runtime, symbols
 from recom_jax.corun.symbols import Unsupported
 from tests import corun_emulation, cuda_emulation
 
@@ -211,3 +211,43 @@ def test_a_call_within_a_jitted_function_is_traced_once_for_both() -> None:
     raw = columns(20)
     compare(lambda r: inner(r), raw, np.testing.assert_array_equal)
     np.testing.assert_array_equal(inner(raw), pp.pad(pp.firstx(raw["words"], 2), 3))
+
+
+def test_what_is_the_same_in_each_turn_of_a_loop_is_computed_once() -> None:
+    w = symbols.Writer({})
+    total = w.declare(np.float32, "0")
+    with w.loop(3) as k:
+        x = w.value(np.float32, "load(p)")
+        same = w.declare(np.int32, "0")
+        with w.block(f"if ({x} > 0) {{"):
+            w.line(f"{same} = 1;")
+        other = w.declare(np.int32, "0")
+        with w.block(f"if ({k} > 0) {{"):
+            w.line(f"{other} = {same};")
+        w.line(f"{total} = {total} + {w.value(np.int32, f'{same} * {k} + {other}')};")
+    head, loop = w.text().split("for (")
+    assert head.splitlines() == [
+        "f32 r0 = 0;", "const f32 v2 = load(p);", "i32 r3 = 0;", "if (v2 > 0) {", "r3 = 1;", "}",
+    ]  # fmt: skip
+    assert "i32 r4 = 0;" in loop and "r4 = r3;" in loop and "r0 = r0 + v5;" in loop
+    assert w.operations == 1 + 3
+
+
+def test_a_loop_that_never_runs_reads_nothing() -> None:
+    w = symbols.Writer({})
+    with w.loop(0):
+        w.value(np.float32, "load(p)")
+    assert w.text().startswith("for (")
+
+
+def test_a_mean_over_classes_searches_once() -> None:
+    def prep(raw: Any) -> Any:
+        return {"m": jnp.stack([pp.onehot(raw["x"], 0.0, 2.0, n).mean(1) for n in (4, 16, 32)], 1)}
+
+    x = np.array([-1, 0, 0.5, 1.999, 2, 7, np.nan, 1e30], np.float32)
+    made = kernels.compile_prep(prep, {"x": x})
+    code = made.source[made.source.index("void class_0") :]
+    searched = next(c for c in code.split("__device__") if "while (" in c)
+    assert searched.index("while (") < searched.index("for (int k")
+    (got,) = corun_emulation.run(made, [x])
+    np.testing.assert_array_equal(got, jax.jit(prep)({"x": x})["m"])

@@ -378,3 +378,47 @@ def test_a_batch_is_taken_under_no_transformation() -> None:
     kinds = (jax.core.ShapedArray((3,), np.dtype(np.float32)),)
     with pytest.raises(PipelineError, match="under no transformation"):
         jax.vmap(lambda t: calls.take_p.bind(t, kinds=kinds))(np.zeros((2, 16), np.uint8))
+
+
+def test_what_a_step_returns_of_its_batch_stays() -> None:
+    """The batch's memory is written again while the caller still holds results."""
+
+    @jax.jit
+    def keeping(state: Any, batch: Any) -> Any:
+        return {"last": batch["ids"], **step({"table": state["table"]}, batch)[0]}, batch
+
+    batches = [raw_batch(k) for k in range(12)]
+    pipe = corun.Pipeline(prep, keeping, options=corun.Options(slots=1))
+    state = {"last": jnp.zeros((20, 3), jnp.int32), **start()}
+    kept = [(made["last"], m) for made, m in pipe.run(state, batches)]
+    for raw, (ids, batch) in zip(batches, kept, strict=True):
+        want = jax.jit(prep)(pp.columns(raw))
+        for name in want:
+            np.testing.assert_array_equal(batch[name], want[name])
+        np.testing.assert_array_equal(ids, want["ids"])
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_the_step_is_compiled_once_and_reads_its_batch_where_it_was_made(committed: bool) -> None:
+    state = jax.device_put(start(), jax.devices()[0]) if committed else start()
+    pipe = corun.Pipeline(prep, step, options=corun.Options(slots=2))
+    for made, _ in pipe.run(state, [raw_batch(k) for k in range(9)]):
+        assert all(x.committed == committed for x in jax.tree.leaves(made))
+    engine = pipe._made_engine
+    assert engine is not None
+    assert [f._cache_size() for f in engine.steps._compiled.values()] == [1]
+    r = engine._programs[0].runtime
+    assert len(r._views) == 3
+    for views in r._views.values():
+        for x in views:
+            assert x.unsafe_buffer_pointer() % 256 == 0 and x.committed == committed
+
+
+def test_a_state_elsewhere_is_refused() -> None:
+    pipe = corun.Pipeline(prep, step, options=corun.Options(runtime="stream"))
+    engine = pipe._engine()
+    assert engine is not None
+    engine.steps._device = "another device"
+    state = jax.device_put(start(), jax.devices()[0])
+    with pytest.raises(PipelineError, match="the state is on"):
+        list(pipe.run(state, [raw_batch(0)]))

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from recom_jax.cuda.codegen import generate
 from recom_jax.errors import EncodeError
 from recom_jax.program import Program
-from tests import cuda_emulation, test_random_programs
+from tests import cuda_emulation, random_columns, random_models
 from tests.cuda_emulation import Options, emulate, interpret
 from tests.cuda_emulation.models import GROUPS, as_function
 from tests.helpers import assert_same
@@ -253,8 +253,8 @@ def test_bags_that_take_a_block(way: str) -> None:
 
 def compare_random(seeds: Sequence[int], layout_seed: int, batch: int, tiles: int) -> list[str]:
     """Raises AssertionError where the emulated model differs. The reasons why a call was not emulated."""
-    model = test_random_programs.build(seeds, layout_seed)
-    b = test_random_programs.arguments(batch, layout_seed)
+    model = random_models.build(seeds, layout_seed)
+    b = random_columns.arguments(batch, layout_seed)
     left: list[str] = []
 
     def run(way: Options, program: Program, operands: Sequence[Any], results: Sequence[Any]) -> Any:
@@ -268,8 +268,7 @@ def compare_random(seeds: Sequence[int], layout_seed: int, batch: int, tiles: in
     try:
         c = cuda_emulation.compiled(model.fn, model.params, b)
         want = c.run(interpret)
-        bounds = [np.full((batch, c.dim), c.bound) for c in model.columns]
-        tolerance = jax.tree.map(np.asarray, test_random_programs._joined(model, bounds, b))
+        tolerance = model.bounds(batch)
         for way in (Options(), Options(tiles="unaligned", order=3), Options(tiles=tiles, order=1)):
             assert_same(c.run(functools.partial(run, way)), want, tolerance)
     except Exception as why:
@@ -282,7 +281,7 @@ def compare_random(seeds: Sequence[int], layout_seed: int, batch: int, tiles: in
 @given(
     st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=12),
     st.integers(0, 2**16),
-    st.sampled_from(test_random_programs.BATCHES),
+    st.sampled_from(random_columns.BATCHES),
     st.integers(0, 2**16),
 )
 @settings(max_examples=max(settings.default.max_examples // 2, 1))
@@ -301,7 +300,7 @@ def main() -> int:
     while done < options.columns and time.monotonic() - start < options.seconds:
         r = random.Random(options.seed * 1_000_003 + serial)
         seeds = [r.randrange(2**32) for _ in range(min(options.per_model, options.columns - done))]
-        rest = r.randrange(2**16), r.choice(test_random_programs.BATCHES), r.randrange(2**16)
+        rest = r.randrange(2**16), r.choice(random_columns.BATCHES), r.randrange(2**16)
         try:
             for why in compare_random(seeds, *rest):
                 print(f"model {serial} left to XLA: {why}")

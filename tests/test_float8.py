@@ -78,12 +78,16 @@ def test_rows_that_do_not_exist(kind: Any, mode: str) -> None:
 
 @kinds
 def test_as_users_write_it(kind: Any) -> None:
-    """The scale as a vector: its read is no column, and the product is XLA's."""
+    """The scale as a vector: its read is no column, but the product is in the call, as it is for int8."""
     q, s, i = every(kind), jnp.linspace(0.5, 2, 16), ids((40,), 16)
-    same(
-        lambda q, s, i: jnp.take(q, i, axis=0).astype(jnp.float32) * jnp.take(s, i)[:, None],
-        q, s, i, columns=1,
-    )  # fmt: skip
+
+    def by_vector(q: Any, s: Any, i: Any) -> Any:
+        return jnp.take(q, i, axis=0).astype(jnp.float32) * jnp.take(s, i, axis=0)[:, None]
+
+    same(by_vector, q, s, i, columns=1)
+    for table in (q, jnp.zeros((16, 16), jnp.int8)):
+        report = recom_jax.optimize(by_vector, options=VERIFY).explain(table, s, i)
+        assert "binary mul" in report.source
     same(dequantised, q, s[:, None], i, columns=2)
 
 

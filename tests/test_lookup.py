@@ -594,6 +594,18 @@ def test_fast_ids_fuse_inexact_ids() -> None:
     assert "mul" in report.columns[0].ids
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_ids_rounded_and_widened_are_xlas(fast: bool) -> None:
+    """XLA for GPUs leaves out float32 -> float16 -> float32, XLA for CPUs does not."""
+
+    def model(t: Any, x: Any) -> Any:
+        return t[x.astype(jnp.float16).astype(jnp.float32).astype(jnp.int32)]
+
+    options = Options(verify=True, fast_ids=fast)
+    report = check(model, table(ROWS, 3), jnp.arange(0.0, 8.0), columns=1, options=options)
+    assert ("float16" in report.columns[0].ids) == fast
+
+
 # ---- buckets ---------------------------------------------------------------------------------------------------
 
 BOUNDARIES = {

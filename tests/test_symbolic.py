@@ -25,8 +25,10 @@ from recom_jax.errors import CudaError
 from recom_jax.shape_solver.dims import evaluate
 from recom_jax.shape_solver.unify import Unifier
 from recom_jax.symbolic import Sizes
-from tests import test_random_programs as programs
 from tests.helpers import EPS, VERIFY, assert_same, ids, table
+from tests.random_columns import arguments
+from tests.random_compare import check_fused
+from tests.random_models import build
 
 Struct = jax.ShapeDtypeStruct
 I32, F32 = jnp.int32, jnp.float32
@@ -229,7 +231,7 @@ def test_random_models(seed: int, symbolic: bool) -> None:
     """Random columns: bag lengths (and the totals of jagged bags) are symbols too, or numbers."""
     r = random.Random(seed)
     seeds = [r.randrange(2**32) for _ in range(6)]
-    model = programs.build(seeds, seed)
+    model = build(seeds, seed)
     flat = symbolic and "jnp.ones(" not in model.source
 
     def of(name: str, x: Any) -> Any:
@@ -242,16 +244,15 @@ def test_random_models(seed: int, symbolic: bool) -> None:
 
     specs = (
         jax.tree.map(lambda x: Struct(x.shape, x.dtype), model.params),
-        {k: of(k, x) for k, x in programs.arguments(5, seed).items()},
+        {k: of(k, x) for k, x in arguments(5, seed).items()},
     )
     optimized = recom_jax.optimize(model.fn, options=VERIFY)
-    programs.check_fused(optimized.explain(*specs), len(seeds), 5)
+    check_fused(optimized.explain(*specs), len(seeds), 5)
     exported, plain = export(optimized, *specs), export(model.fn, *specs)
     for batch in (1, 8):
-        b = programs.arguments(batch, seed)
-        bounds = [np.full((batch, c.dim), c.bound) for c in model.columns]
-        tolerance = jax.tree.map(np.asarray, programs._joined(model, bounds, b))
-        assert_same(exported.call(model.params, b), plain.call(model.params, b), tolerance)
+        b = arguments(batch, seed)
+        got, want = exported.call(model.params, b), plain.call(model.params, b)
+        assert_same(got, want, model.bounds(batch))
 
 
 @pytest.mark.parametrize("name", ["model E", "Criteo"])

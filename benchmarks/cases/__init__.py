@@ -14,6 +14,7 @@ from benchmarks.cases import (
     gpu,
     gpu_ablation,
     gpu_corun,
+    gpu_corun_mesh,
     gpu_end_to_end,
     gpu_profile,
     gpu_scaling,
@@ -75,7 +76,15 @@ ALL = (
         tensorflow_e.run,
         package="tensorflow",
     ),
-    Case("corun", "RAP: preprocessing beside training", 8, corun.run),
+    *(
+        Case(
+            f"corun_{number}",
+            f"RAP's plan {number}: preprocessing beside training",
+            2,
+            functools.partial(corun.run, number=number),
+        )
+        for number in (0, 2, 3)
+    ),
     Case("backward", "Gradients of tables, fused and dense", 6, backward.run),
     Case("sparse", "Sparse training steps by table size", 5, sparse.run),
     Case("idioms", "Every idiom against plain jit", 5, idioms.run),
@@ -135,15 +144,24 @@ ALL = (
     Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
     *(
         Case(
-            f"gpu_corun_{number}",
-            f"CUDA: RAP's plan {number} beside training"
-            if number < 4
-            else "CUDA: a heavier plan beside training",
-            2,
-            functools.partial(gpu_corun.run, number=number),
+            f"gpu_corun_{number}_{size}",
+            f"CUDA: {'RAP' if number < 4 else 'not RAP'}'s plan {number} beside training, batch {size:,}",
+            1,
+            functools.partial(gpu_corun.run, number=number, size=size),
             gpu=True,
         )
         for number in range(5)
+        for size in gpu_corun.BATCHES
+    ),
+    *(
+        Case(
+            f"gpu_corun_mesh_{number}",
+            f"CUDA: RAP's plan {number} over all GPUs",
+            2,
+            functools.partial(gpu_corun_mesh.run, number=number),
+            gpu=True,
+        )
+        for number in (0, 2, 3)
     ),
 )
 CASES = {case.name: case for case in ALL}

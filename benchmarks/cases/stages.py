@@ -19,7 +19,7 @@ from recom_jax.options import Options
 from recom_jax.schedule import schedule
 from recom_jax.simplify import simplify
 from recom_jax.splice import splice
-from recom_jax.trace import trace
+from recom_jax.trace import flatten
 
 SHARES = (0.1, 1.0)  # of the columns
 REPEATS = 3
@@ -74,9 +74,9 @@ def stages(fn: Callable[..., Any], args: Any) -> dict[str, float]:
     def flat(*xs: Any) -> list[Any]:
         return jax.tree_util.tree_leaves(fn(*jax.tree_util.tree_unflatten(tree, xs)))
 
-    names = tuple(f"leaf {k}" for k in range(len(leaves)))
-    traced = timed("trace", lambda: trace(flat, leaves, names))
-    detected, detector = timed("detect", lambda: detect(traced.jaxpr, options, {}))
+    closed = timed("trace", lambda: jax.make_jaxpr(flat)(*leaves))
+    inlined = timed("inline", lambda: flatten(closed))
+    detected, detector = timed("detect", lambda: detect(inlined, options, {}))
     simplified = timed(
         "simplify",
         lambda: simplify(detected.pool, detected.outputs, detected.value_of, options.disabled),

@@ -1,6 +1,8 @@
-"""What a co-run step has besides the user's own equations: `take`, its batch, and `mark`, where a stage ends.
+"""What co-running adds to the user's own equations: `begin` in front of a step, `mark` where a stage ends.
 
-Both are custom calls that are not part of command buffers: they act on the streams anew in each step.
+Both are custom calls that are not part of command buffers: they act on the streams anew in each step. `begin` is a
+program of its own, so that the step is the user's, as it stands: its batch is an argument like any other, which XLA
+reads where the kernels wrote it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,26 @@ _LOCAL = threading.local()
 _emulated = False  # tests: markers on the CPU as on a GPU
 
 
+def begin(token: Any) -> Any:
+    """In a jitted function: a step begins with the batch in the slot that the token stands for.
+
+    What runs behind it on the device may read that batch's place until the next `begin`.
+
+    Args:
+      token: (16,) uint8, see `runtime.PrepRuntime.token`.
+
+    Returns:
+      (16,) uint8 that hold nothing; an operand of the step, which so comes behind.
+    """
+    return begin_p.bind(token)[0]
+
+
+def own(leaves: Sequence[Any]) -> list[Any]:
+    """In a jitted function: the same arrays, but not its arguments: JAX returns those as they are, not as copies, and
+    their memory is written again."""
+    return list(own_p.bind(*leaves)) if leaves else []
+
+
 def take(token: Any, like: Sequence[Any]) -> list[Any]:
     """In a jitted function: the leaves of the batch in the slot that the token stands for.
 
@@ -35,11 +57,17 @@ def take(token: Any, like: Sequence[Any]) -> list[Any]:
 # A primitive of ours, not `jax.ffi.ffi_call` with a side effect: JAX dispatches programs with effects in Python, which
 # takes it milliseconds a step. XLA is told of the effect all the same.
 take_p = compat.Primitive("recom_corun_take")
+begin_p = compat.Primitive("recom_corun_begin")
+own_p = compat.Primitive("recom_corun_own")
 
 
 def _lower_take(ctx: Any, token: Any, *, kinds: Any) -> Any:
     del kinds
     return jax.ffi.ffi_lowering(ffi.TAKE, has_side_effect=True)(ctx, token)
+
+
+def _lower_begin(ctx: Any, token: Any) -> Any:
+    return jax.ffi.ffi_lowering(ffi.BEGIN, has_side_effect=True)(ctx, token)
 
 
 def _never(*_: Any, **__: Any) -> Any:
@@ -56,6 +84,24 @@ compat.register_primitive(
     lower_cpu=_lower_take,
     lower_cuda=_lower_take,
     lower_default=_never,
+)
+compat.register_primitive(
+    begin_p,
+    abstract_eval=lambda token: [token],
+    jvp=_never,
+    batch=_never,
+    lower_cpu=_lower_begin,
+    lower_cuda=_lower_begin,
+    lower_default=_never,
+)
+compat.register_primitive(
+    own_p,
+    abstract_eval=lambda *leaves: list(leaves),
+    jvp=_never,
+    batch=_never,
+    lower_cpu=lambda _, *leaves: list(leaves),
+    lower_cuda=lambda _, *leaves: list(leaves),
+    lower_default=lambda _, *leaves: list(leaves),
 )
 
 

@@ -71,7 +71,13 @@ def segments(ops: Sequence[PrepOp]) -> tuple[Segment, ...]:
                 here[1],
                 tuple(op.name for op in inside),
                 tuple(dict.fromkeys(names[key[n]] for n in sorted(outside))),
-                Work(sum(op.compute_us for op in inside), memory),
+                Work(
+                    sum(op.compute_us for op in inside),
+                    memory,
+                    sum(op.tiles for op in inside),
+                    sum(op.latency_us for op in inside),
+                    max(op.longest_us for op in inside),
+                ),
             )
         )
     return tuple(sorted(made, key=lambda s: (s.level, s.name)))

@@ -2,9 +2,8 @@
 
 `specs` say how the prepared batch lies on the mesh. Split by rows, a device prepares its rows; split by features
 (tables that are parted between the devices), it prepares the features whose tables it owns, for all rows, and reads
-no other raw
-columns: nothing has to be exchanged. Each device has a ring, streams and kernels of its own; the step is one program,
-whose `take` runs on each device under `shard_map`.
+no other raw columns: nothing has to be exchanged. Each device has a ring, streams and kernels of its own; `begin` runs
+on each device under `shard_map`, and the step gets a batch that is put together of theirs.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from recom_jax.corun import calls
 from recom_jax.corun import runtime as rt
 from recom_jax.corun.kernels import PrepKernels
+from recom_jax.corun.steps import Steps
 from recom_jax.corun.stream import Compiler, Engine
 from recom_jax.errors import PipelineError
 
@@ -39,6 +40,20 @@ def map_specs(f: Callable[[Any, PartitionSpec], Any], specs: Any, batch: Any) ->
         raise PipelineError(
             f"Pipeline: specs don't have the prepared batch's structure: {why}"
         ) from None
+
+
+def on_mesh(batch: Any, mesh: Any, specs: Any) -> Any:
+    """A batch on a mesh, by `specs`; without them, split along its first axis where its rows allow it, else copied."""
+
+    def put(x: Any, spec: PartitionSpec) -> Any:
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    def by_rows(x: Any) -> Any:
+        name = mesh.axis_names[0]
+        divides = np.ndim(x) > 0 and np.shape(x)[0] % mesh.shape[name] == 0
+        return put(x, PartitionSpec(name) if divides else PartitionSpec())
+
+    return jax.tree.map(by_rows, batch) if specs is None else map_specs(put, specs, batch)
 
 
 def axes_of(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
@@ -100,6 +115,17 @@ class MeshRuntime:
         self.native = _Natives([p.native for p in parts])
         self.marks = parts[0].marks
         self._tokens: dict[tuple[int, ...], Any] = {}
+        self._views: dict[tuple[int, ...], Any] = {}
+        axes = PartitionSpec(mesh.axis_names)
+        self.begin = jax.jit(
+            jax.shard_map(
+                lambda t: calls.begin(t.reshape(-1)).reshape(1, -1),
+                mesh=mesh,
+                in_specs=axes,
+                out_specs=axes,
+                check_vma=False,
+            )
+        )
 
     def pack(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         slots: list[int] = []
@@ -130,6 +156,29 @@ class MeshRuntime:
             shape = (len(devices), shards[0].shape[1])
             found = jax.make_array_from_single_device_arrays(shape, sharding, shards)
             self._tokens[slots] = found
+        return found
+
+    def views(self, slots: tuple[int, ...], device: Any, committed: bool) -> list[Any]:
+        """Leaves of the whole batch, where the devices' kernels write them."""
+        places = tuple(p.native.place_of(s) for p, s in zip(self.parts, slots, strict=True))
+        found = self._views.get(places)
+        if found is None:
+            devices = list(self.mesh.devices.flat)
+            each = [
+                p.views(slot, d, True)
+                for p, slot, d in zip(self.parts, slots, devices, strict=True)
+            ]
+            leaves = jax.tree.leaves(self.batch_like())
+            specs = jax.tree.leaves(
+                map_specs(lambda _, spec: spec, self.specs, rt.batch_like(self.kernels)),
+                is_leaf=_is_spec,
+            )
+            found = self._views[places] = [
+                jax.make_array_from_single_device_arrays(
+                    leaf.shape, NamedSharding(self.mesh, spec), [part[k] for part in each]
+                )
+                for k, (leaf, spec) in enumerate(zip(leaves, specs, strict=True))
+            ]
         return found
 
     def key(self) -> Any:
@@ -190,7 +239,7 @@ class MeshEngine(Engine):
     def __init__(
         self,
         compilers: Sequence[Compiler],
-        steps: rt.Steps,
+        steps: Steps,
         mesh: Any,
         specs: Any,
         places: Sequence[tuple[rt.Make, int]],

@@ -11,14 +11,13 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import jax
-import numpy as np
 
 from recom_jax import stage as staging
 from recom_jax.corun import runtime as rt
 from recom_jax.corun import units
 from recom_jax.corun.device import Device, Threads
 from recom_jax.corun.kernels import PrepKernels
-from recom_jax.corun.mesh import MeshEngine, compilers_of, map_specs
+from recom_jax.corun.mesh import MeshEngine, compilers_of, on_mesh
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import Measured, Plan
 from recom_jax.corun.planner import plan_for, plan_for_kernels
@@ -27,6 +26,7 @@ from recom_jax.corun.probe_stream import Probed, probe_step
 from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
+from recom_jax.corun.steps import Steps
 from recom_jax.corun.stream import Compiler, Engine, Streams
 from recom_jax.errors import PipelineError
 from recom_jax.preprocess.ingest import columns, snapshot
@@ -70,7 +70,7 @@ class Pipeline:
         self._compilers = [Compiler(prep)] if one_device else compilers_of(prep, specs, mesh)
         self._made_engine: Engine | None = None
         self._offline: Engine | None = None
-        self._step_on_stream: rt.Steps | None = None
+        self._step_on_stream: Steps | None = None
         self.probed: Probed | None = None
         self._source: Source | None = None
         self._position = 0
@@ -207,9 +207,9 @@ class Pipeline:
             self._compilers, steps, self.mesh, self.specs, places, slots, schedule, timed
         )
 
-    def _steps_of(self, device: Any) -> rt.Steps:
+    def _steps_of(self, device: Any) -> Steps:
         if self._step_on_stream is None:
-            self._step_on_stream = rt.Steps(self._step, device)
+            self._step_on_stream = Steps(self._step, device)
         return self._step_on_stream
 
     def schedule_of(self, kernels: PrepKernels) -> rt.Schedule:
@@ -232,23 +232,7 @@ class Pipeline:
         return f"threads: {engine.why}" if engine.why else "stream"
 
     def _place(self, batch: Any) -> Any:
-        if self.mesh is None:
-            return batch
-        return (
-            jax.tree.map(self._shard, batch) if self.specs is None else self._place_by_specs(batch)
-        )
-
-    def _place_by_specs(self, batch: Any) -> Any:
-        def put(x: Any, spec: Any) -> Any:
-            return jax.device_put(x, jax.sharding.NamedSharding(self.mesh, spec))
-
-        return map_specs(put, self.specs, batch)
-
-    def _shard(self, x: Any) -> Any:
-        name = self.mesh.axis_names[0]
-        divides = np.ndim(x) > 0 and np.shape(x)[0] % self.mesh.shape[name] == 0
-        spec = jax.sharding.PartitionSpec(name) if divides else jax.sharding.PartitionSpec()
-        return jax.device_put(x, jax.sharding.NamedSharding(self.mesh, spec))
+        return batch if self.mesh is None else on_mesh(batch, self.mesh, self.specs)
 
     # ---- looking at it --------------------------------------------------------------------------------------
 
@@ -326,7 +310,9 @@ class Pipeline:
             probed = None
             if self.options.probe:
                 timed = functools.partial(self.make_engine, 3, profile=True)
-                probed = self.probed = probe_step(self._step, self._seen, kernels, made, timed)
+                probed = self.probed = probe_step(
+                    self._step, self._seen, kernels, made, timed, engine.processors
+                )
             self._plan = plan_for_kernels(kernels, probed, self._measured(), self.options)
             self._predicted_s = self._plan.predicted_us / 1e6
             engine.reschedule(self.schedule_of)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+
+from recom_jax.corun.cost import NOTHING, Device, Work, total
 
 AFTER = "after the step"
 
@@ -21,38 +22,21 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What something costs on a whole device with nothing beside it: arithmetic, and memory traffic, which overlap."""
-
-    compute_us: float
-    memory_us: float
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.compute_us + other.compute_us, self.memory_us + other.memory_us)
-
-    def __mul__(self, fraction: float) -> Work:
-        return Work(self.compute_us * fraction, self.memory_us * fraction)
-
-    @property
-    def alone_us(self) -> float:
-        return max(self.compute_us, self.memory_us)
-
-
-NOTHING = Work(0.0, 0.0)
-
-
-def total(works: Iterable[Work]) -> Work:
-    return sum(works, NOTHING)
-
-
-@dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of the train step: how long it takes alone, and which share of the device it leaves free in it."""
+    """A stage of the train step.
+
+    Attributes:
+      duration_us: how long it takes alone; free_compute, free_memory: which share of the device it leaves free in it.
+      cost: what the step loses to a microsecond of preprocessing (on the whole device) beside this stage: 0 is hidden,
+        1 as much as in front of the step; share: the device's that this was measured with, 0: any.
+    """
 
     name: str
     duration_us: float
     free_compute: float
     free_memory: float
+    cost: float = 0.0
+    share: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +51,7 @@ class PrepOp:
       raw_us, out_us: memory traffic of the raw columns it reads, and of what it writes.
       barrier: it reads results of other rows or places, so it can't run in one kernel with what makes them.
       kept: the program returns its result.
+      tiles, latency_us, longest_us: as in `Work`.
     """
 
     name: str
@@ -78,6 +63,9 @@ class PrepOp:
     out_us: float
     barrier: bool = False
     kept: bool = True
+    tiles: float = 0.0
+    latency_us: float = 0.0
+    longest_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,25 +78,6 @@ class Segment:
     ops: tuple[str, ...]
     after: tuple[str, ...]
     work: Work
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """The cost model's constants.
-
-    Attributes:
-      launch_us: what a kernel costs besides its work.
-      bandwidth_gain: a kernel with a share of the processors gets this many times as much of the memory bandwidth, at
-        most all of it.
-    """
-
-    launch_us: float = 3.0
-    bandwidth_gain: float = 4.0
-
-    def kernel_us(self, work: Work, share: float) -> float:
-        """Time of a kernel that has `share` of the processors."""
-        memory = work.memory_us / min(1.0, share * self.bandwidth_gain)
-        return self.launch_us + max(work.compute_us / share, memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +149,7 @@ class Plan:
             lines.append(
                 f"  stage {stage.name}: {stage.duration_us:.1f} us, free: {stage.free_compute:.0%} of arithmetic, "
                 f"{stage.free_memory:.0%} of memory bandwidth"
+                + (f", costs {stage.cost:.0%} of what runs beside it" if stage.cost else "")
             )
             for k in here:
                 cuts = sum(1 for _, a, b in k.pieces if (a, b) != (0.0, 1.0))
@@ -202,3 +172,18 @@ class Plan:
         from recom_jax.corun.plot import plot
 
         plot(self, path)
+
+
+__all__ = [
+    "AFTER",
+    "NOTHING",
+    "Device",
+    "Kernel",
+    "Measured",
+    "Plan",
+    "PrepOp",
+    "Segment",
+    "Stage",
+    "Work",
+    "total",
+]

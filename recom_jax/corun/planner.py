@@ -15,7 +15,7 @@ from recom_jax.corun import graph
 from recom_jax.corun.fuse import segments, whole
 from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.options import Options
-from recom_jax.corun.plan import Device, Measured, Plan, PrepOp, Stage
+from recom_jax.corun.plan import Device, Kernel, Measured, Plan, PrepOp, Stage
 from recom_jax.corun.probe import stages_of
 from recom_jax.corun.probe_stream import Probed
 from recom_jax.corun.search import search
@@ -86,7 +86,7 @@ def plan_for_kernels(
     """Plans kernels that run beside the step on a GPU: what comes out can be run as it is (`units.schedule_of`)."""
     assumed: list[str] = []
     if probed is not None:
-        ops = unit_ops(kernels, dict(probed.rates))
+        ops = unit_ops(kernels, {c.cls: c for c in probed.classes})
         stages, device = probed.stages, probed.device
         assumed.append(
             f"held-out kernels: {probed.within_tenth:.0%} predicted within 10%, worst off by "
@@ -100,7 +100,7 @@ def plan_for_kernels(
             assumed.append("a step of 1 ms (Options(probe=True) measures)")
         assumed.append("half of the device is free throughout the step, and kernels' times")
         stages = (Stage(STEP, duration, 0.5, 0.5),)
-    return search(
+    plan = search(
         ops,
         stages,
         device=device,
@@ -108,6 +108,33 @@ def plan_for_kernels(
         max_share=options.max_share,
         assumed=assumed,
     )
+    return plan if probed is None else better(plan, probed, options)
+
+
+def better(plan: Plan, probed: Probed, options: Options) -> Plan:
+    """The plan, or everything in one kernel where it was measured to cost less than what the plan promises."""
+    best = probed.best
+    lost = 0.0 if best is None else max(0.0, best.lost_us)
+    if (
+        best is None
+        or not plan.kernels
+        or not options.min_share <= best.share <= options.max_share
+        or plan.ideal_us + lost >= plan.predicted_us
+    ):
+        return plan
+    pieces = tuple((s.name, 0.0, 1.0) for s in plan.segments)
+    kernel = Kernel(
+        "k0.0",
+        0,
+        plan.stages[best.stage].name,
+        0,
+        best.share,
+        pieces,
+        whole(plan.segments),
+        0.0,
+        best.took_us,
+    )
+    return dataclasses.replace(plan, kernels=(kernel,), predicted_us=plan.ideal_us + lost)
 
 
 def scaled(ops: Sequence[PrepOp], measured_us: float) -> tuple[PrepOp, ...]:

@@ -1,9 +1,9 @@
 """The capacity probe on a GPU: the user's own kernels beside the user's own step, timed by device events.
 
-One run in front of the step times kernels alone: each class of code (what an element costs), everything with each
-share of the device (what a share is worth), and parts drawn at random that nothing is fitted to (how far the model is
-off). It times the step's stages as well. Then everything is run beside each stage in turn: what that takes longer
-than alone, and what the step loses, is what the stage does not leave free.
+One run in front of the step times kernels alone: each class of code (a tile by itself, on few processors and on all),
+and parts drawn at random that nothing is fitted to (how far the model is off). A run without kernels times the step's
+stages. Then everything is run beside each stage in turn, with several shares of the device: what the step loses to it
+is what the stage does not leave free. All times are the device's, by events: how busy the host is does not show.
 """
 
 from __future__ import annotations
@@ -23,18 +23,47 @@ import numpy as np
 
 from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
-from recom_jax.corun.kernels import PrepKernels
-from recom_jax.corun.plan import Device, Stage
+from recom_jax.corun.cost import Device, Work
+from recom_jax.corun.fuse import segments, whole
+from recom_jax.corun.kernels import TILE, PrepKernels
+from recom_jax.corun.plan import Stage
 from recom_jax.corun.probe import REST, cut, donated_inputs, key_of_step
 from recom_jax.corun.stream import Engine, Times
+from recom_jax.corun.units import unit_ops
 from recom_jax.options import Options as CompilerOptions
 from recom_jax.trace import flatten
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-BESIDE = (0.25, 0.0625)
-PARTS = 12
-STEPS = 40  # of a run; the ring of samples drops the last ones
-WARM = 6
+BESIDE = (0.5, 0.25, 0.125, 0.0625)
+FEW = SHARES[-1]  # a share with which a processor has a block at most
+PARTS = 24
+STEPS = 60  # of a run; the ring of samples drops the last ones
+WARM = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassCost:
+    """What a full tile of a class of code costs, in microseconds.
+
+    Attributes:
+      alone_us: the only tile of a launch; turn_us: one of many that a block runs in turns, alone on its processor;
+      full_us: of a launch that fills the device.
+    """
+
+    cls: int
+    alone_us: float
+    turn_us: float
+    full_us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """Everything as one kernel beside a stage: what it took, and what the step lost to it, in microseconds."""
+
+    stage: int
+    share: float
+    took_us: float
+    lost_us: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +71,21 @@ class Probed:
     """What was measured on this device for a program and a step.
 
     Attributes:
-      stages: the step's, with what each leaves free; device: the cost model's constants.
-      rates: (class of code, microseconds of an element of it on the whole device).
+      stages: the step's, with what each leaves free; device: the cost model's constants; classes: and those of code.
       parts: (share, predicted, measured microseconds) of kernels that nothing was fitted to.
-      alone_us: all of the program in one kernel, with the whole device; step_us: the step.
+      beside: everything beside each stage, with each share.
+      alone_us: all of the program in one kernel, with the whole device; step_us: the step; period_us: from one to the
+        next, with nothing beside it.
     """
 
     stages: tuple[Stage, ...]
     device: Device
-    rates: tuple[tuple[int, float], ...]
+    classes: tuple[ClassCost, ...]
     parts: tuple[tuple[float, float, float], ...]
+    beside: tuple[Beside, ...]
     alone_us: float
     step_us: float
+    period_us: float
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -64,11 +96,18 @@ class Probed:
         return cls(
             tuple(Stage(**s) for s in d["stages"]),
             Device(**d["device"]),
-            tuple((int(k), float(v)) for k, v in d["rates"]),
+            tuple(ClassCost(**c) for c in d["classes"]),
             tuple((float(s), float(p), float(m)) for s, p, m in d["parts"]),
+            tuple(Beside(**b) for b in d["beside"]),
             d["alone_us"],
             d["step_us"],
+            d["period_us"],
         )
+
+    @property
+    def best(self) -> Beside | None:
+        """Where one kernel with everything costs the step least."""
+        return min(self.beside, key=lambda b: (b.lost_us, b.took_us), default=None)
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -129,10 +168,16 @@ def alone(
     n = len(kernels.units)
     everything = tuple((k, 0.0, 1.0) for k in range(n))
     launches = [rt.Launch(f"share {s}", 0, s, everything) for s in SHARES]
-    classes = sorted({u.cls for u in kernels.units})
-    for c in classes:
-        pieces = tuple((k, 0.0, 1.0) for k, u in enumerate(kernels.units) if u.cls == c)
-        launches.append(rt.Launch(f"class {c}", 0, 1.0, pieces))
+    for c in sorted({u.cls for u in kernels.units}):
+        mine = [k for k, u in enumerate(kernels.units) if u.cls == c]
+        pieces = tuple((k, 0.0, 1.0) for k in mine)
+        first = kernels.units[mine[0]]
+        tile = min(1.0, TILE // max(1, first.inner) / first.rows)
+        launches += [
+            rt.Launch(f"tile {c}", 0, 1.0, ((mine[0], 0.0, tile),)),
+            rt.Launch(f"few {c}", 0, FEW, pieces),
+            rt.Launch(f"class {c}", 0, 1.0, pieces),
+        ]
     rng = np.random.default_rng(seed)
     parts: list[tuple[tuple[int, ...], float]] = []
     for k in range(PARTS):
@@ -145,31 +190,38 @@ def alone(
 
 
 def fitted(
-    kernels: PrepKernels, took: dict[str, float], parts: Sequence[tuple[tuple[int, ...], float]]
-) -> tuple[Device, dict[int, float], tuple[tuple[float, float, float], ...]]:
-    """The cost model of what kernels took alone, in microseconds: constants, rates of classes, and the parts' times."""
-    elements: dict[int, int] = collections.Counter()
-    for u in kernels.units:
-        elements[u.cls] += u.rows * u.inner
-    whole_us = took[f"share {SHARES[0]}"]
-    launch = min(min(took[f"class {c}"] for c in elements), 0.5 * whole_us)
-    rates = {c: max(0.0, took[f"class {c}"] - launch) / n for c, n in elements.items()}
-    total = sum(rates[c] * n for c, n in elements.items())
-    if total > 0:  # classes run one after the other fill the device less well than together
-        rates = {c: r * max(0.0, whole_us - launch) / total for c, r in rates.items()}
-    work = max(whole_us - launch, 1e-9)
-    gains = [work / max(took[f"share {s}"] - launch, 1e-9) / s for s in SHARES[1:]]
-    device = Device(launch, max(1.0, statistics.median(gains)))
-    held_out = []
-    for k, (units, share) in enumerate(parts):
-        found = took[f"part {k}"]
-        mine = sum(
-            rates[kernels.units[u].cls] * kernels.units[u].rows * kernels.units[u].inner
-            for u in units
-        )
-        predicted = launch + mine / min(1.0, share * device.bandwidth_gain)
-        held_out.append((share, predicted, found))
-    return device, rates, tuple(held_out)
+    kernels: PrepKernels, took: dict[str, float], processors: int
+) -> tuple[Device, tuple[ClassCost, ...]]:
+    """The cost model of what kernels took alone, in microseconds."""
+    classes = sorted({u.cls for u in kernels.units})
+    launch = min(took[f"tile {c}"] for c in classes)
+    device = Device(launch, processors=processors)
+    made = []
+    for c in classes:
+        units = [u for u in kernels.units if u.cls == c]
+        tiles = sum(-(-u.rows * u.inner // TILE) for u in units)
+        full = sum(u.rows * u.inner for u in units) / TILE
+        single = took[f"tile {c}"] - launch
+        few, whole = (max(0.0, took[f"{n} {c}"] - launch) for n in ("few", "class"))
+        blocks = min(device.blocks(FEW), tiles)
+        turn = few / math.ceil(tiles / blocks)
+        made.append(ClassCost(c, single, turn, min(whole, few) / full))
+    # Classes run one after the other fill the device less well than together.
+    total = sum(m.full_us * full_tiles(kernels, m.cls) for m in made)
+    together = max(took[f"share {SHARES[0]}"] - launch, 1e-9)
+    by = min(1.0, together / total) if total > 0 else 1.0
+    return device, tuple(dataclasses.replace(m, full_us=m.full_us * by) for m in made)
+
+
+def full_tiles(kernels: PrepKernels, cls: int) -> float:
+    """Tiles of a class, those that are not full in parts."""
+    return sum(u.rows * u.inner for u in kernels.units if u.cls == cls) / TILE
+
+
+def work_of(kernels: PrepKernels, classes: Sequence[ClassCost], units: Sequence[int]) -> Work:
+    """What units cost."""
+    ops = unit_ops(kernels, {c.cls: c for c in classes})
+    return whole(segments([ops[k] for k in units]))
 
 
 def _in_stage(
@@ -180,11 +232,25 @@ def _in_stage(
     return rt.Schedule(rt.PLAN, tuple(dataclasses.replace(x, stage=stage) for x in launches), names)
 
 
+def left_free(stage: Stage, k: int, found: Sequence[Beside], whole_us: float) -> Stage:
+    """A stage with what it leaves free: the share at which preprocessing beside it costs the step least decides."""
+    mine = [b for b in found if b.stage == k]
+    if not mine or whole_us <= 0:
+        return stage
+    best = min(mine, key=lambda b: (b.lost_us, b.took_us))
+    cost = max(0.0, best.lost_us / whole_us)
+    free = min(1.0, whole_us / best.took_us) if cost < 1 else 0.0
+    return dataclasses.replace(
+        stage, free_compute=free, free_memory=free, cost=cost, share=best.share
+    )
+
+
 def probe(
     engine_of: Callable[[Callable[[PrepKernels], rt.Schedule]], Engine],
     columns: Any,
     state: Any,
     names: Sequence[str],
+    processors: int,
     cache: Cache | None = None,
     key: str = "",
 ) -> Probed:
@@ -193,7 +259,7 @@ def probe(
     Args:
       engine_of: makes an engine that times kernels, with a schedule.
       columns: a raw batch as columns; state: shapes and dtypes of the step's state.
-      names: the step's markers, in order.
+      names: the step's markers, in order; processors: the device's.
       cache, key: where it is kept.
     """
     kept = None if cache is None else cache.get("probe", key)
@@ -222,10 +288,15 @@ def probe(
     times = run(first)
     kernels, parts = drawn[0]
     took = {name: median(values) for name, values in times.kernels}
-    device, rates, held_out = fitted(kernels, took, parts)
+    device, classes = fitted(kernels, took, processors)
+    held_out = tuple(
+        (share, device.kernel_us(work_of(kernels, classes, units), share), took[f"part {k}"])
+        for k, (units, share) in enumerate(parts)
+    )
     whole_us = took[f"share {SHARES[0]}"]
-    ends = [median(values) for _, values in times.stages]
-    step_us = max([median(times.steps), *(e for e in ends if not math.isnan(e))])
+    bare = run(lambda k: dataclasses.replace(rt.whole(k, rt.SEQUENTIAL), stages=tuple(names)))
+    ends = [median(values) for _, values in bare.stages]
+    step_us = max([median(bare.steps), *(e for e in ends if not math.isnan(e))])
     stages, before = [], 0.0
     for k, name in enumerate((*names, REST)):
         end = (
@@ -233,24 +304,30 @@ def probe(
             if k == len(names)
             else (before if math.isnan(ends[k]) else max(before, ends[k]))
         )
-        stages.append((name, end - before))
+        stages.append(Stage(name, end - before, 0.0, 0.0))
         before = end
-    free = []
+    seen: list[tuple[int, float, Times]] = []
     for k in range(len(stages)):
-        best = 0.0
         for share in BESIDE:
-            beside = run(functools.partial(_in_stage, stage=k, share=share, names=tuple(names)))
-            took_us, lost = median(beside.kernels[0][1]), median(beside.steps) - step_us
-            if not (math.isnan(took_us) or math.isnan(lost)) and took_us > 0:
-                best = max(best, whole_us / took_us - max(0.0, lost) / max(whole_us, 1e-9))
-        free.append(min(1.0, max(0.0, best)))
+            schedule = functools.partial(_in_stage, stage=k, share=share, names=tuple(names))
+            seen.append((k, share, run(schedule)))
+    # Between two steps is what `begin` takes, which is no loss, and the wait for kernels, which is.
+    between_us = min((median(t.periods) - median(t.steps) for *_, t in seen), default=0.0)
+    period_us = median(bare.steps) + between_us
+    found = [
+        Beside(k, share, took_us, median(t.periods) - period_us)
+        for k, share, t in seen
+        if (took_us := median(t.kernels[0][1])) > 0
+    ]
     made = Probed(
-        tuple(Stage(n, us, f, f) for (n, us), f in zip(stages, free, strict=True)),
+        tuple(left_free(s, k, found, whole_us) for k, s in enumerate(stages)),
         device,
-        tuple(sorted(rates.items())),
+        classes,
         held_out,
+        tuple(found),
         whole_us,
         step_us,
+        period_us,
     )
     if cache is not None:
         cache.put("probe", key, made.to_json())
@@ -263,6 +340,7 @@ def probe_step(
     kernels: PrepKernels,
     columns: Any,
     engine_of: Callable[[Callable[[PrepKernels], rt.Schedule]], Engine],
+    processors: int,
 ) -> Probed:
     """What a device leaves free beside a step, from the cache or measured now.
 
@@ -274,6 +352,6 @@ def probe_step(
     closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
     names = [part.name for part in cut(closed) if part.name != REST]
     donated = donated_inputs(step, state, batch)
-    key = key_of_step(closed, donated, 0) + key_of(kernels.source, kernels.words)
+    key = key_of_step(closed, donated, 0) + key_of("probe 3", kernels.source, kernels.words)
     cache = Cache.of(CompilerOptions())
-    return probe(engine_of, columns, state, names, cache, key)
+    return probe(engine_of, columns, state, names, processors, cache, key)

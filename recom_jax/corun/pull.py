@@ -312,10 +312,7 @@ class Reduce(SymArray):
         with contextlib.ExitStack() as stack:
             for k, n in enumerate(self.source.shape):
                 if k in self.axes:
-                    i = w.fresh("k")
-                    loop = f"for (int {i} = 0; {i} < {w.number(n)}; ++{i}) {{"
-                    stack.enter_context(w.block(loop, weight=n))
-                    whole.append(i)
+                    whole.append(stack.enter_context(w.loop(n)))
                 else:
                     whole.append(next(rest))
             w.line(f"{result} = {self.text.format(result, self.source.at(w, tuple(whole)))};")

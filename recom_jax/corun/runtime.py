@@ -1,30 +1,31 @@
-"""A compiled preprocessing program on a device: slots, tokens, and the step that takes its batch from a slot."""
+"""A compiled preprocessing program on a device: slots, tokens, and the step that reads its batch where it was made."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from recom_jax import ffi
-from recom_jax import stage as staging
+from recom_jax import compat, ffi
 from recom_jax.cache import Cache
 from recom_jax.corun import calls
-from recom_jax.corun.kernels import PrepKernels
+from recom_jax.corun.cost import BLOCKS
+from recom_jax.corun.kernels import PrepKernels, Result
 from recom_jax.errors import PipelineError
 from recom_jax.options import Options as CompilerOptions
 from recom_jax.preprocess.ingest import ladder
 from recom_jax.preprocess.values import Jagged
 
 PLAN, EAGER, SEQUENTIAL = 0, 1, 2
-BLOCKS = 8  # of 256 threads, on a multiprocessor: as many as it holds at a time
 _TOKEN_BYTES = 16
 _MOST_THREADS = 8
+_DLPACK_CODE = {"i": 0, "u": 1, "f": 2, "b": 6}
+_DLPACK_DEVICE = {"cpu": 1, "gpu": 2, "cuda": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +154,7 @@ class PrepRuntime:
         )
         self._slots = slots
         self._tokens: dict[tuple[Any, bool], list[Any]] = {}
+        self._views: dict[tuple[int, Any, bool], list[Any]] = {}
         self._lock = threading.Lock()
         self._threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
@@ -187,6 +189,29 @@ class PrepRuntime:
                         found.append(made)
             return found[slot]
 
+    def views(self, slot: int, device: Any, committed: bool) -> list[Any]:
+        """Leaves of the prepared batch in a slot, where the kernels write them: to be read behind `begin` alone."""
+        place = self.native.place_of(slot)
+        found = self._views.get((place, device, committed))
+        if found is None:
+            made = [self._view(place, k, r, device) for k, r in enumerate(self.kernels.results)]
+            found = made if committed else [compat.uncommitted(x) for x in made]
+            self._views[place, device, committed] = found
+        return found
+
+    def _view(self, place: int, k: int, result: Result, device: Any) -> Any:
+        if not result.nbytes:
+            return jax.device_put(np.zeros(result.shape, result.dtype), device)
+        dtype = np.dtype(result.dtype)
+        kind = (_DLPACK_CODE[dtype.kind], 8 * dtype.itemsize)
+        where = (_DLPACK_DEVICE[device.platform], int(device.local_hardware_id or 0))
+        capsule = self.native.view(place, k, list(result.shape), kind, where)
+        return jax.dlpack.from_dlpack(_Exported(where, capsule))
+
+    def begin(self, token: Any) -> Any:
+        """A step begins with the batch of this token; returns what the step has to come behind."""
+        return _begin(token)
+
     def abandon(self, slot: int) -> None:
         """Gives a batch up that no step took."""
         self.native.abandon(slot)
@@ -208,42 +233,23 @@ class PrepRuntime:
         self.native.close()
 
 
-class Steps:
-    """The user's step, with its batch taken from a slot: compiled once for each kind of state and batch, whatever the
-    schedule.
+@jax.jit
+def _begin(token: Any) -> Any:
+    return calls.begin(token)
 
-    Args:
-      step: (state, batch) -> (state, metrics). What it donates of the state is donated.
-      device: where it runs, unless the state is committed to another device.
-    """
 
-    def __init__(self, step: Callable[[Any, Any], Any], device: Any) -> None:
-        self._step, self._device = step, device
-        self._compiled: dict[Any, Any] = {}
+@dataclasses.dataclass(frozen=True)
+class _Exported:
+    """A DLPack capsule, as `jax.dlpack` wants it."""
 
-    def __call__(self, state: Any, runtime: Any, slot: Any) -> Any:
-        leaves, tree = jax.tree.flatten(state)
-        key = (tree, runtime.key())
-        run = self._compiled.get(key)
-        if run is None:
-            run = self._compiled[key] = self._compile(tree, state, runtime)
-        # A state is on one device, or on all of a mesh; its first array stands for all.
-        first = next((x for x in leaves if isinstance(x, jax.Array)), None)
-        home, committed = (None, False) if first is None else staging.home_of([first])
-        token = runtime.token(slot, home or self._device, committed)
-        with calls.marking(runtime.marks):
-            return run(token, *leaves)
+    where: tuple[int, int]
+    capsule: Any
 
-    def _compile(self, tree: Any, state: Any, runtime: Any) -> Any:
-        from recom_jax.corun.probe import donated_inputs
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.capsule
 
-        def run(token: Any, *leaves: Any) -> Any:
-            return self._step(jax.tree.unflatten(tree, leaves), runtime.batch(token))
-
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state)
-        donated = donated_inputs(self._step, like, runtime.batch_like())
-        donated = donated[: len(jax.tree.leaves(state))]
-        return jax.jit(run, donate_argnums=[1 + k for k, d in enumerate(donated) if d])
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.where
 
 
 def marks_of(schedule: Schedule, profile: bool) -> frozenset[str]:
@@ -338,7 +344,8 @@ def roomy(capacities: dict[str, int]) -> dict[str, int]:
 def ring_bytes(kernels: PrepKernels, slots: int) -> tuple[int, int]:
     """(page-locked host memory, device memory) of a ring, in bytes: known before anything is allocated."""
     own = len(kernels.words) + len(kernels.consts)
-    return slots * kernels.in_bytes, slots * (kernels.in_bytes + kernels.out_bytes) + own
+    device = slots * kernels.in_bytes + (slots + 1) * kernels.out_bytes
+    return slots * kernels.in_bytes, device + own
 
 
 __all__ = [
@@ -350,7 +357,6 @@ __all__ = [
     "PrepRuntime",
     "Schedule",
     "Shapes",
-    "Steps",
     "capacities_of",
     "like_with",
     "on_cuda",

@@ -12,6 +12,7 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 
+from recom_jax.corun.cost import part_of
 from recom_jax.corun.fuse import groups, segments, whole
 from recom_jax.corun.plan import AFTER, NOTHING, Device, Kernel, Plan, PrepOp, Segment, Stage, Work
 
@@ -23,10 +24,15 @@ _TINY = 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """One device's part of a plan."""
+    """One device's part of a plan: what runs after the step, and what the step loses to kernels beside it."""
 
     kernels: tuple[Kernel, ...]
     after_us: float
+    lost_us: float = 0.0
+
+    @property
+    def extra_us(self) -> float:
+        return self.after_us + self.lost_us
 
 
 def shares(low: float, high: float) -> tuple[float, ...]:
@@ -118,16 +124,12 @@ def fill_stage(
         rest = left[best.name]
         load = loads.get(best.level, NOTHING)
         old_us = device.kernel_us(load, share) if best.level in loads else 0.0
-        room_us = stage.duration_us - used_us + old_us - device.launch_us
+        room_us = stage.duration_us - used_us + old_us
         part = min(
             rest,
-            _fits(best.work.compute_us, compute),
-            _fits(best.work.memory_us, memory),
-            _fits(best.work.compute_us, room_us * share - load.compute_us),
-            _fits(
-                best.work.memory_us,
-                room_us * min(1.0, share * device.bandwidth_gain) - load.memory_us,
-            ),
+            part_of(best.work.compute_us, compute),
+            part_of(best.work.memory_us, memory),
+            device.fits(best.work, load, share, room_us),
         )
         if part < rest and part < LEAST_PIECE:
             continue
@@ -144,13 +146,6 @@ def fill_stage(
     return taken
 
 
-def _fits(need: float, room: float) -> float:
-    """Which part of a need fits a room."""
-    if need <= 0:
-        return 1.0
-    return min(1.0, max(0.0, room / need))
-
-
 def place(
     parts: Sequence[Segment],
     stages: Sequence[Stage],
@@ -162,9 +157,9 @@ def place(
     best: Placed | None = None
     for order in ORDERS:
         made = _place(parts, stages, gpu, device, grid, order)
-        if best is None or made.after_us < best.after_us - _TINY:
+        if best is None or made.extra_us < best.extra_us - _TINY:
             best = made
-        if best.after_us <= _TINY:
+        if best.extra_us <= _TINY:
             break
     assert best is not None
     return best
@@ -181,10 +176,15 @@ def _place(
     by_name = {s.name: s for s in parts}
     left = {s.name: 1.0 for s in parts}
     kernels: list[Kernel] = []
-    for stage in stages:
+    worth = [s for s in stages if s.cost < 1]
+    if all(s.level == 0 for s in parts):  # nothing waits for anything: the cheapest stages first
+        worth.sort(key=lambda s: s.cost)
+    lost = 0.0
+    for stage in worth:
         if not left:
             break
-        choices = [(fill_stage(stage, left, by_name, s, order, device), s) for s in grid]
+        own = [s for s in grid if s == stage.share] or grid
+        choices = [(fill_stage(stage, left, by_name, s, order, device), s) for s in own]
         taken, share = max(
             choices,
             key=lambda c: (
@@ -193,12 +193,13 @@ def _place(
             ),
         )
         kernels += _kernels(stage.name, taken, left, by_name, share, gpu, device, len(kernels))
+        lost += stage.cost * sum(by_name[n].work.alone_us * f for n, f in taken.items())
         for name, part in taken.items():
             left[name] -= part
             if left[name] <= _TINY:
                 del left[name]
     after = _kernels(AFTER, dict(left), left, by_name, 1.0, gpu, device, len(kernels))
-    return Placed((*kernels, *after), sum(k.duration_us for k in after))
+    return Placed((*kernels, *after), sum(k.duration_us for k in after), lost)
 
 
 def _kernels(
@@ -250,6 +251,14 @@ def initial_mapping(
     return made
 
 
+def _alone_us(parts: Sequence[Segment], device: Device) -> float:
+    """Everything in front of the step, a kernel for each level."""
+    levels = {s.level for s in parts}
+    if not device.processors:
+        return len(levels) * device.launch_us + whole(parts).alone_us
+    return sum(device.kernel_us(whole([s for s in parts if s.level == n]), 1.0) for n in levels)
+
+
 def search(
     ops: Sequence[PrepOp],
     stages: Sequence[Stage],
@@ -280,14 +289,14 @@ def search(
 
     placed = {gpu: of(gpu, mapping) for gpu in range(gpus)}
     for _ in range(MOST_MOVES):
-        worst = max(placed, key=lambda g: (placed[g].after_us, -g))
-        target = min(placed, key=lambda g: (placed[g].after_us, g))
-        if placed[worst].after_us - placed[target].after_us <= _TINY:
+        worst = max(placed, key=lambda g: (placed[g].extra_us, -g))
+        target = min(placed, key=lambda g: (placed[g].extra_us, g))
+        if placed[worst].extra_us - placed[target].extra_us <= _TINY:
             break
         for group in sorted(g for g, gpu in mapping.items() if gpu == worst and g not in fixed):
             moved = {**mapping, group: target}
             new = {g: of(g, moved) for g in (worst, target)}
-            if max(p.after_us for p in new.values()) < placed[worst].after_us - _TINY:
+            if max(p.extra_us for p in new.values()) < placed[worst].extra_us - _TINY:
                 mapping, placed = moved, {**placed, **new}
                 break
         else:
@@ -298,14 +307,7 @@ def search(
         [s for s in parts if mapping[group_of[s.features[0] if s.features else ""]] == g]
         for g in range(gpus)
     ]
-    alone = max(
-        (
-            len({s.level for s in mine}) * device.launch_us + whole(mine).alone_us
-            for mine in by_gpu
-            if mine
-        ),
-        default=0.0,
-    )
+    alone = max((_alone_us(mine, device) for mine in by_gpu if mine), default=0.0)
     return Plan(
         tuple(stages),
         tuple(ops),
@@ -315,7 +317,7 @@ def search(
         gpus,
         ideal,
         ideal + alone,
-        ideal + max(p.after_us for p in placed.values()),
+        ideal + max(p.extra_us for p in placed.values()),
         tuple(assumed),
     )
 

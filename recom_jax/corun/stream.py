@@ -18,6 +18,7 @@ import numpy as np
 from recom_jax.corun import runtime as rt
 from recom_jax.corun.device import Prepared, Ticket
 from recom_jax.corun.kernels import PrepKernels, compile_prep
+from recom_jax.corun.steps import Steps
 from recom_jax.corun.symbols import Unsupported
 from recom_jax.errors import CudaError, PipelineError
 from recom_jax.lowering import warn_once
@@ -88,7 +89,7 @@ class Engine:
     def __init__(
         self,
         compiler: Compiler,
-        steps: rt.Steps,
+        steps: Steps,
         make: rt.Make,
         device: Any,
         processors: int,
@@ -255,9 +256,12 @@ class Streams:
     def step(self, state: Any, batch: Any) -> Any:
         if not isinstance(batch, Staged):
             return self._step(state, batch)
-        made = self._engine.steps(state, batch.program.runtime, batch.slot)
-        with self._lock:  # a step that failed before it took the batch leaves it to `close`
-            self._waiting.remove(batch)
+
+        def begun() -> None:  # a step that failed before that leaves the batch to `close`
+            with self._lock:
+                self._waiting.remove(batch)
+
+        made = self._engine.steps(state, batch.program.runtime, batch.slot, begun)
         self._last = made[1]
         return made
 

@@ -74,10 +74,10 @@ class Writer:
     def __init__(self, constants: dict[bytes, int]) -> None:
         self.memo: dict[Any, str] = {}
         self.numbers: list[Number] = []
-        self.operations = 0.0
         self.bytes_read = 0
         self._number_of: dict[Number, int] = {}
         self._lines: list[str] = []
+        self._costs: list[float] = []  # operations of each line
         self._names = itertools.count()
         self._exprs: dict[tuple[str, str], str] = {}
         self._constants = constants
@@ -86,15 +86,19 @@ class Writer:
     def fresh(self, prefix: str) -> str:
         return f"{prefix}{next(self._names)}"
 
-    def line(self, text: str) -> None:
+    @property
+    def operations(self) -> float:
+        return sum(self._costs)
+
+    def line(self, text: str, cost: float = 0.0) -> None:
         self._lines.append(text)
+        self._costs.append(cost)
 
     def _named(self, kind: str, text: str, prefix: str) -> str:
         found = self._exprs.get((kind, text))
         if found is None:
             found = self._exprs[kind, text] = self.fresh(prefix)
-            self.line(f"const {kind} {found} = {text};")
-            self.operations += self._weight
+            self.line(f"const {kind} {found} = {text};", self._weight)
         return found
 
     def value(self, dtype: Any, text: str) -> str:
@@ -151,8 +155,74 @@ class Writer:
             self.line("}")
             self.memo, self._exprs, self._weight = memo, exprs, before
 
+    @contextlib.contextmanager
+    def loop(self, count: int) -> Iterator[str]:
+        """Lines that run `count` times, in a scope of their own; the variable that counts.
+
+        What is the same each time is computed once, in front: a compiler leaves searches and loads where they are.
+        """
+        k, begun = self.fresh("k"), len(self._lines)
+        with self.block(f"for (int {k} = 0; {k} < {self.number(count)}; ++{k}) {{", weight=count):
+            yield k
+        if count < 1:  # nothing is read if nothing runs
+            return
+        body = self._lines[begun + 1 : -1]
+        moved, kept = hoisted(body, k)
+        costs = self._costs[begun + 1 : -1]
+        self._lines[begun:] = [
+            *(body[i] for i in moved),
+            self._lines[begun],
+            *(body[i] for i in kept),
+            self._lines[-1],
+        ]
+        self._costs[begun:] = [
+            *(costs[i] / count for i in moved),
+            self._costs[begun],
+            *(costs[i] for i in kept),
+            self._costs[-1],
+        ]
+
     def text(self) -> str:
         return "\n".join(self._lines)
+
+
+_NAME = re.compile(r"\b[a-z]+\d+\b")
+_ASSIGNED = re.compile(r"\b([a-z]+\d+) = ")
+
+
+def hoisted(body: list[str], counter: str) -> tuple[list[int], list[int]]:
+    """Lines of a loop's body that may run once in front of it, and those that stay.
+
+    A statement (a line, or a block with all in it) stays if it mentions a name that changes in the loop: its counter,
+    what is assigned to and declared outside, and whatever a statement that stays assigns to.
+    """
+    statements: list[list[int]] = []
+    depth = 0
+    for i, text in enumerate(body):
+        if depth == 0:
+            statements.append([])
+        statements[-1].append(i)
+        depth += text.count("{") - text.count("}")
+    texts = ["\n".join(body[i] for i in s) for s in statements]
+    names = [set(_NAME.findall(t)) for t in texts]
+    assigned = [set(_ASSIGNED.findall(t)) for t in texts]
+    declared = {
+        name
+        for line in body
+        if not line.startswith(("if ", "for ", "while ")) and len(line.split(" = ")[0].split()) > 1
+        for name in _ASSIGNED.findall(line)
+    }
+    changing = {counter} | (set().union(*assigned) - declared if assigned else set())
+    staying: set[int] = set()
+    while True:
+        more = {k for k, n in enumerate(names) if k not in staying and n & changing}
+        if not more:
+            break
+        staying |= more
+        for k in more:
+            changing |= assigned[k]
+    moved = [i for k, s in enumerate(statements) if k not in staying for i in s]
+    return moved, [i for k, s in enumerate(statements) if k in staying for i in s]
 
 
 def canonical(text: str, numbers: list[Number]) -> tuple[str, list[Number]]:

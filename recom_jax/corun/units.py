@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from recom_jax.corun.graph import BYTES_PER_US, OPS_PER_US
-from recom_jax.corun.kernels import PrepKernels
+from recom_jax.corun.kernels import TILE, PrepKernels
 from recom_jax.corun.plan import AFTER, Plan, PrepOp
 from recom_jax.corun.runtime import PLAN, Launch, Schedule
 
 
-def unit_ops(kernels: PrepKernels, rates: Mapping[int, float] | None = None) -> tuple[PrepOp, ...]:
+class TileCost(Protocol):
+    """What a full tile of a class costs, in microseconds: see `probe_stream.ClassCost`."""
+
+    @property
+    def alone_us(self) -> float: ...
+    @property
+    def turn_us(self) -> float: ...
+    @property
+    def full_us(self) -> float: ...
+
+
+def unit_ops(
+    kernels: PrepKernels, costs: Mapping[int, TileCost] | None = None
+) -> tuple[PrepOp, ...]:
     """Units as operators: independent of one another, and cut by rows as one likes.
 
     Args:
-      rates: class -> microseconds of an element on the whole device; None: from numbers of operations and bytes.
+      costs: class -> of its tiles; None: from numbers of operations and bytes.
     """
     made = []
     for k, u in enumerate(kernels.units):
         n = u.rows * u.inner
         compute, memory = u.operations * n / OPS_PER_US, u.nbytes * n / BYTES_PER_US
-        if rates is not None:  # arithmetic and traffic were measured as one
-            compute, memory = 0.0, rates.get(u.cls, 0.0) * n
-        kind = f"class {u.cls}"
-        made.append(PrepOp(f"u{k}", kind, u.features, (), compute, 0.0, memory))
+        op = PrepOp(f"u{k}", f"class {u.cls}", u.features, (), compute, 0.0, memory)
+        c = None if costs is None else costs.get(u.cls)
+        if c is not None:  # arithmetic and traffic were measured as one
+            op = dataclasses.replace(
+                op,
+                compute_us=0.0,
+                out_us=c.full_us * n / TILE,
+                tiles=float(-(-n // TILE)),
+                latency_us=c.turn_us * n / TILE,
+                longest_us=c.alone_us,
+            )
+        made.append(op)
     return tuple(made)
 
 

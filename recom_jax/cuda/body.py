@@ -113,7 +113,7 @@ class Body(Regions):
             if self.floating(dst):
                 self.put(
                     f"const bool dirty_{dst} = block_non_finite({table} + {base}, "
-                    f"{self.slot(self.rows_slot(i))}, {stride}, {self.width()});"
+                    f"{self.one_hot_rows(i)}, {stride}, {self.width()});"
                 )
         for i in self.u.code:
             if i.op == "JREGION":
@@ -239,6 +239,10 @@ class Body(Regions):
         self.late = False
         if not self.is_row(src):
             self.put(f"if (has && me.lane == 0 && me.slice == 0) store({data} + {at}, r{src});")
+        elif src in self.apart:
+            self.put(
+                f"if (has) store_joined({data} + {at} + f, r{src}, me.slice, {self.apart[src]});"
+            )
         elif self.u.constants.get(step) == 1 or self.u.width == 1:
             self.put(f"if (has && me.slice == 0) store({data} + {at} + f, r{src});")
         else:

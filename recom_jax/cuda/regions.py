@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from recom_jax.cuda.text import KINDS, TYPES, Text, Unsupported, Variant
-from recom_jax.cuda.units import closure, reads, walk, writes
+from recom_jax.cuda.units import closure, reads, size_of, walk, writes
 from recom_jax.program import Instr, Reg
 
 # How bags lie that a search of this mode finds (recom_tile.cuh).
@@ -20,6 +20,8 @@ BAGS = {"SPLITS": "SplitBags", "LENGTHS": "LengthBags"}
 # What cp.async copies (recom_tile.cuh).
 _STAGED = ("int32", "int64", "uint32", "uint64", "float32", "float64")
 _STAGE_BYTES = 16384
+_ELEMENTWISE = ("UNARY", "BINARY", "CONVERT")
+_SMALL_TABLE = 1 << 22  # bytes: a table that a batch's bags may well read most of
 
 
 class Regions(Text):
@@ -135,6 +137,37 @@ class Regions(Text):
         start = f"start_of<{KINDS[kind]}>({init}, {rank})"
         start = f"spread<kVec>({start})" if row else start
         self.put(f"{self.type_of(dst)} r{dst} = {start};")
+        made = self.elementwise(b) if pool else None
+        if made is not None:
+            self.apart.update(dict.fromkeys(made, f"element{dst}"))
+            self.put(f"int element{dst} = -1;")
+
+    def elementwise(self, b: Instr) -> set[int] | None:
+        """A jagged bag's row and what is made of it, if that is done to each element alone and then stored.
+
+        Only to results whose features lie side by side. None: something needs the row as a whole.
+        """
+        if (
+            not self.jagged
+            or self.variant is not Variant.USUAL
+            or b.args[0]
+            or self.u.width is None
+        ):
+            return None
+        made = {b.args[2]}
+        for i in walk(self.u.code):
+            if not made.intersection(reads(i)):
+                continue
+            if i.op == "STORE":
+                if self.u.width != 1 and self.u.constants.get(i.args[-1]) != 1:
+                    return None
+            elif i.op not in _ELEMENTWISE or any(
+                self.is_row(r) and r not in made for r in reads(i)
+            ):
+                return None
+            else:
+                made.add(self.dst(i))
+        return made
 
     def unrolled(self, index: str, n: str, line: str) -> None:
         self.put("#pragma unroll")
@@ -151,7 +184,7 @@ class Regions(Text):
         self.put("if (done + g * kSlices >= most) break;")
         for r in sorted(numbers):
             self.put(f"{self.type_of(r)} r{r}[kFlight];")
-            self.unrolled("u", "kFlight", f"r{r}[u] = team.share(now[u / kShare].r{r}, g + u);")
+            self.put(f"share_flight<kFlight>(team, r{r}, g, [&](int i) {{ return now[i].r{r}; }});")
         if whole:
             self.put("bool in[kFlight];")
             self.unrolled(
@@ -173,10 +206,11 @@ class Regions(Text):
             self.write(b)
         for b in pools:
             stride = self.table(b)[2]
+            line = "true" if self.by_lines(b) else "false"
             k = self.reg(b.args[3])
             dtype = TYPES[self.cls.regs[b.args[2]].dtype]
             self.put(
-                f"if ({k} >= 0) x{b.args[2]}[u] = fetch<{dtype}, kVec>(mine{b.args[2]}, {k}, {stride});"
+                f"if ({k} >= 0) x{b.args[2]}[u] = fetch<{dtype}, kVec, {line}>(mine{b.args[2]}, {k}, {stride});"
             )
         self.depth -= 1
         self.put("}")
@@ -197,6 +231,13 @@ class Regions(Text):
             self.depth -= 1
             self.put("}")
         self.in_flight = set()
+
+    def by_lines(self, b: Instr) -> bool:
+        """Whether rows that are neighbours of a row will be wanted too: jagged bags read small tables nearly whole."""
+        rows, width = self.rows_slot(b), self.u.width
+        if not self.jagged or rows is None or width is None or rows not in self.u.most:
+            return False
+        return self.u.most[rows] * width * size_of(self.u.dtypes[b.args[5]]) <= _SMALL_TABLE
 
     def pool(self, b: Instr) -> None:
         """Adds a row to its bag."""
@@ -383,6 +424,8 @@ class Regions(Text):
             # Lanes hold features of their own. Of a number they hold parts, or copies where each computes all of it.
             lanes = "kLanes / kShare, team.size" if b in counts else "kLanes, kSlices"
             join = f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});"
+            if dst in self.apart:
+                join = f"{self.apart[dst]} = join_rows<{KINDS[kind]}, kLanes>(r{dst}, kSlices);"
             if self.jagged and self.variant is Variant.USUAL:
                 # A warp whose bags are all empty has nothing to join.
                 init = self.imm(self.cls.regs[dst].dtype, b.args[9 if b.op == "POOL" else 3])
@@ -403,7 +446,7 @@ class Regions(Text):
             table, base, stride = self.table(b)
             self.one_hot_index(region, b.args[3], f"index_{dst}")
             self.put(
-                f"one_hot_finish(r{dst}, {table} + {base}, {self.slot(self.rows_slot(b))}, {stride}, f, dirty_{dst}, "
+                f"one_hot_finish(r{dst}, {table} + {base}, {self.one_hot_rows(b)}, {stride}, f, dirty_{dst}, "
                 f"[&](i64 row) {{ for (i32 q = 0; q < end; ++q) if (index_{dst}(q) == row) return true; "
                 "return false; });"
             )

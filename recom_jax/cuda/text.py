@@ -74,6 +74,7 @@ class Text:
         self.position = ""  # "q" inside a region
         self.late = False  # words are read again where they are used, to hold no register meanwhile
         self.jagged = False
+        self.apart: dict[int, str] = {}  # rows of which slices may hold an element each: which one
         self.inner = 0  # axes of the region's positions
         self.staged: list[
             tuple[Instr, list[Instr]]
@@ -178,7 +179,7 @@ class Text:
         if finish:
             table, base, stride = self.table(i)
             self.put(
-                f"one_hot_finish({self.reg(r)}, {table} + {base}, {self.slot(self.rows_slot(i))}, {stride}, f, "
+                f"one_hot_finish({self.reg(r)}, {table} + {base}, {self.one_hot_rows(i)}, {stride}, f, "
                 f"dirty_{r}, [&](i64 row) {{ return row == {self.reg(i.args[2])}; }});"
             )
 
@@ -282,12 +283,17 @@ class Text:
                 return i.op not in ("INDEX", "BINARY", "SELECT")
         return True
 
-    def rows_slot(self, i: Instr) -> int:
-        """Rows of a one-hot lookup's table: of the INDEX that made its row number."""
+    def rows_slot(self, i: Instr) -> int | None:
+        """Rows of a lookup's table, of the INDEX that made its row number; None: it is computed."""
         made = {writes(x): x for x in walk(self.u.code)}
         at = made[i.args[2 if i.op == "TAKE" else 3]]
         while at.op in ("PREDICATE", "EXPAND"):
             at = made[at.args[1]]
-        if at.op != "INDEX":
+        return int(at.args[3]) if at.op == "INDEX" else None
+
+    def one_hot_rows(self, i: Instr) -> str:
+        """The same of a one-hot lookup, as text."""
+        rows = self.rows_slot(i)
+        if rows is None:
             raise Unsupported("a one-hot lookup whose row number is computed")
-        return int(at.args[3])
+        return self.slot(rows)

@@ -228,7 +228,7 @@ def without() -> Iterator[None]:
         _VALUES.off = before
 
 
-def measure(compiled: pipeline.Compiled, options: Options) -> None:
+def measure(compiled: pipeline.Fused, options: Options) -> None:
     """Measures the calls of a function just compiled, if it is being called with values on a CUDA device.
 
     Whatever goes wrong costs the tuning and a warning, never the call.
@@ -255,7 +255,7 @@ def device_of(leaves: Sequence[Any]) -> Any:
     return device
 
 
-def _measure(compiled: pipeline.Compiled, leaves: Sequence[Any], options: Options) -> None:
+def _measure(compiled: pipeline.Fused, leaves: Sequence[Any], options: Options) -> None:
     device = device_of(leaves)
     if not is_cuda(device):
         warn_once(
@@ -289,7 +289,7 @@ def is_cuda(device: Any) -> bool:
 
 
 def operand_values(
-    compiled: pipeline.Compiled, wanted: Sequence[Any], leaves: Sequence[Any], device: Any
+    compiled: pipeline.Fused, wanted: Sequence[Any], leaves: Sequence[Any], device: Any
 ) -> list[jax.Array]:
     """A fused call's operands for these arguments, as XLA computes them."""
     jaxpr = compat.open_jaxpr(compiled.jaxpr)

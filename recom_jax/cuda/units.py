@@ -31,6 +31,7 @@ class UnitClass:
       vec: elements of a lane's vector where everything is aligned.
       dtypes: of the array in each buffer slot.
       constants: values of the slots that are equal for all units, to be written into the text.
+      most: the largest value of each slot whose value is fixed in each unit.
       small: slots whose value is fixed in each unit, differs between units, and fits 32 bits.
       code: the instructions needed.
     """
@@ -43,6 +44,7 @@ class UnitClass:
     vec: int
     dtypes: Mapping[int, str]
     constants: Mapping[int, int]
+    most: Mapping[int, int]
     small: frozenset[int]
     code: tuple[Instr, ...]
 
@@ -53,6 +55,11 @@ class Units:
 
     classes: tuple[UnitClass, ...]
     units: tuple[tuple[int, int], ...]
+
+
+def size_of(dtype: str) -> int:
+    """Bytes of an element."""
+    return _SIZES[dtype]
 
 
 def writes(i: Instr) -> int | None:
@@ -151,12 +158,12 @@ def units_of(program: Program) -> Units:
     classes = []
     for (number, slot, width, dtypes, code), of in zip(made, members, strict=True):
         cls = program.classes[number]
-        constants, small = _fixed(program, cls, [program.columns[n].values for n in of])
+        constants, most, small = _fixed(program, cls, [program.columns[n].values for n in of])
         ops = {i.op for i in code}
         form = JAGGED if "JREGION" in ops else REGION if "REGION" in ops else PLAIN
         vec = _vector(cls, code, slot, width, dtypes)
         classes.append(
-            UnitClass(cls, number, slot, width, form, vec, dtypes, constants, small, code)
+            UnitClass(cls, number, slot, width, form, vec, dtypes, constants, most, small, code)
         )
     return Units(tuple(classes), tuple(units))
 
@@ -171,9 +178,10 @@ def _constant(program: Program, cls: ClassDef, values: Sequence[int], slot: int)
 
 def _fixed(
     program: Program, cls: ClassDef, columns: Sequence[Sequence[int]]
-) -> tuple[dict[int, int], frozenset[int]]:
-    """Slots that are one constant, and slots that are small constants, in all of the columns."""
+) -> tuple[dict[int, int], dict[int, int], frozenset[int]]:
+    """Slots that are one constant, the largest of all that are constants, and which of those are small."""
     equal: dict[int, int] = {}
+    most: dict[int, int] = {}
     small: set[int] = set()
     for slot, kind in enumerate(cls.slots):
         if kind not in (IMM, DIM):
@@ -181,11 +189,12 @@ def _fixed(
         values = {_constant(program, cls, c, slot) for c in columns}
         if None in values:
             continue
+        most[slot] = max(v or 0 for v in values)
         if len(values) == 1:
             equal[slot] = values.pop() or 0
         elif all(-(2**31) <= (v or 0) < 2**31 for v in values):
             small.add(slot)
-    return equal, frozenset(small)
+    return equal, most, frozenset(small)
 
 
 def _vector(

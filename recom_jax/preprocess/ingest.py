@@ -113,7 +113,7 @@ def _column(x: Any, min_capacity: int) -> Column:
         return x
     made = column(x)
     if isinstance(made, Jagged) and all(isinstance(a, np.ndarray) for a in jax.tree.leaves(made)):
-        made = made.replace(_padded(made.values, ladder(made.capacity, min_capacity)))
+        made = made.replace(padded(made.values, ladder(made.capacity, min_capacity)))
     return made
 
 
@@ -141,7 +141,7 @@ def from_arrow(x: Any, *, min_capacity: int = 64) -> Column:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         splits, inner, valid = _lists(x)
         values = from_arrow(inner)
-        return Jagged(_padded(values, ladder(len(inner), min_capacity)), splits, valid)
+        return Jagged(padded(values, ladder(len(inner), min_capacity)), splits, valid)
     if _is_text(kind):
         return fingerprint_arrow(x, None)
     if pa.types.is_null(kind):
@@ -207,7 +207,9 @@ def _lists(x: Any) -> tuple[np.ndarray, Any, np.ndarray]:
     return splits.astype(np.int32), inner, valid
 
 
-def _padded(x: Any, capacity: int) -> Any:
+def padded(x: Any, capacity: int) -> Any:
+    """Values of lists, on the host, with zeros behind them up to a capacity."""
+
     def grow(a: Any) -> np.ndarray:
         host = np.asarray(a)
         if len(host) == capacity:

@@ -22,13 +22,16 @@ def sorted_ascending(array: np.ndarray[Any, Any]) -> bool:
         if dtype_of(array.dtype.name).kind == "other":
             return False
         array = array.astype(np.float32)
-    if array.dtype.kind == "f" and bool(np.isnan(array).any()):
+    if not bool((array[:-1] <= array[1:]).all()):  # NaN among others is such a place
         return False
-    return bool((array[:-1] <= array[1:]).all())
+    return array.size != 1 or not (array.dtype.kind == "f" and bool(np.isnan(array[0])))
 
 
 def has_subnormals(array: np.ndarray[Any, Any]) -> bool:
     """Whether a float vector holds a denormal number. False for any other dtype."""
+    if array.dtype == np.float32:
+        size = np.ascontiguousarray(array).view(np.uint32) & np.uint32(0x7FFFFFFF)
+        return bool((size - np.uint32(1) < np.uint32(0x7FFFFF)).any())  # 0 wraps round
     t = dtype_of(array.dtype.name)
     if t.kind != "float":
         return False
@@ -47,6 +50,9 @@ def uniform_grid(array: np.ndarray[Any, Any]) -> tuple[float, float, int] | None
     """
     t = dtype_of(array.dtype.name)
     if array.ndim != 1 or t.kind != "float" or not 2 <= array.size <= MAX_GRID:
+        return None
+    a, b, c = (float(x) for x in array[[0, 1, min(2, array.size - 1)]])
+    if array.size > 2 and b - a != c - b:  # as most are not: seen without a look at the others
         return None
     wide = array.astype(np.float64)
     if not bool(np.isfinite(wide).all()):

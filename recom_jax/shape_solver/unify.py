@@ -46,6 +46,7 @@ class Unifier:
         "_resolved",
         "_solved",
         "_values",
+        "journal",
     )
 
     def __init__(self) -> None:
@@ -60,6 +61,7 @@ class Unifier:
         self._solved: dict[int, Dim] = {}  # root -> polynomial of other symbols
         self._pending: list[_Equation] = []
         self._resolved: dict[Poly, Dim] = {}  # of polynomials, as long as nothing is learned
+        self.journal: list[tuple[object, ...]] | None = None  # what is being recorded (`twins`)
         self._residual: dict[
             int, list[_Equation]
         ] = {}  # root -> equations that mention it, unsolved
@@ -85,7 +87,13 @@ class Unifier:
         self._values[name] = int(value)
         if open:
             self._open.add(name)
+        if self.journal is not None:
+            self.journal.append(("fresh", poly, hint, value, literal))
         return poly
+
+    def next_serial(self) -> int:
+        """The number that the name of the next symbol will have."""
+        return len(self._names)
 
     def value(self, d: Dim) -> int:
         """The size of ``d`` in this trace. Raises KeyError for a symbol that is not of this
@@ -111,6 +119,8 @@ class Unifier:
         differ."""
         if a is b:
             return
+        if self.journal is not None:
+            self.journal.append(("unify", a, b))
         if self._open and self.known(a) != self.known(b):
             return  # JAX may know why they are equal; here an example would be no proof
         av, bv = self.value(a), self.value(b)
@@ -141,6 +151,8 @@ class Unifier:
         """
         if isinstance(d, int):
             return d
+        if self.journal is not None:
+            self.journal.append(("resolve", d))
         if self._pending:
             self.finish()
         if d.name is not None:

@@ -76,9 +76,21 @@ def simplify(
     return Simplified(done, {k: tuple(dict.fromkeys(v)) for k, v in s.applied.items()}, s.rows)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Alone:
+    """What was made of an expression by itself: rewrites, its lookups, facts of row numbers, the pool's journal."""
+
+    new: ir.Expr
+    fired: tuple[str, ...]
+    takes: tuple[ir.Expr, ...]
+    rows: tuple[tuple[ir.Expr, Fact], ...]
+    journal: tuple[tuple[Any, ...], ...]
+
+
 class _Simplifier:
     def __init__(self, pool: ir.Pool, facts: Facts, disabled: frozenset[str]) -> None:
-        self.pool, self.facts = pool, facts
+        self.pool, self.facts, self.disabled = pool, facts, disabled
+        self.first: dict[int, _Alone] = {}
         self.itself, self.bounds = (
             "masked-lookup" not in disabled,
             "facts-under-mask" not in disabled,
@@ -97,12 +109,47 @@ class _Simplifier:
         return v.map(self.root)
 
     def root(self, e: ir.Expr) -> ir.Expr:
+        twin = self.pool.twins.get(id(e))
+        if twin is not None:
+            return self.renamed(*twin)
         new = self.run(e, self.facts)
         fired = self.fired[id(e), id(self.facts)]
-        for take in ir.walk(e):
-            if isinstance(take, ir.Take):
-                self.applied.setdefault(id(take), []).extend(fired)
+        for take in self.pool.takes(e):
+            self.applied.setdefault(id(take), []).extend(fired)
         return new
+
+    def renamed(self, first: ir.Expr, renaming: Any) -> ir.Expr:
+        """What becomes of an expression like `first`: the renamed form of what becomes of that one (see `twins`)."""
+        known = self.first.get(id(first))
+        if known is None:
+            known = self.first[id(first)] = self.alone(first)
+        new: ir.Expr = renaming.expr(known.new)
+        renaming.again(known.journal)
+        for take, fact in known.rows:
+            self.know(renaming.expr(take), fact)
+        for take in known.takes:
+            self.applied.setdefault(id(renaming.expr(take)), []).extend(known.fired)
+        self.pool.twins[id(new)] = known.new, renaming
+        return new
+
+    def alone(self, e: ir.Expr) -> _Alone:
+        """An expression simplified by itself."""
+        s = _Simplifier(self.pool, Facts(self.facts.constants, self.facts.selects), self.disabled)
+        before, self.pool.journal = self.pool.journal, []
+        try:
+            new = s.run(e, s.facts)
+            journal = tuple(self.pool.journal)
+        finally:
+            self.pool.journal = before
+        takes = self.pool.takes(e)
+        seen = {id(x): x for x in s.keep if id(x) in s.rows}
+        rows = tuple((x, s.rows[k]) for k, x in seen.items())
+        return _Alone(new, tuple(s.fired[id(e), id(s.facts)]), tuple(takes), rows, journal)
+
+    def know(self, take: ir.Expr, fact: Fact) -> None:
+        """What is known of a lookup's row number in one more place where it counts."""
+        before = self.rows.get(id(take))
+        self.rows[id(take)] = fact if before is None else before.join(fact)
 
     def run(self, e: ir.Expr, facts: Facts) -> ir.Expr:
         """`e` made simpler, equal to it wherever the facts hold."""
@@ -121,9 +168,9 @@ class _Simplifier:
         self.memo[key] = self.memo[id(new), id(facts)] = new
         self.keep += [e, new]
         if isinstance(new, ir.Take):
-            known, before = facts.of(new.idx), self.rows.get(id(new))
-            self.rows[id(new)] = known if before is None else before.join(known)
-        self.fired[key] = self.fired[id(new), id(facts)] = list(dict.fromkeys(fired))
+            self.know(new, facts.of(new.idx))
+        self.fired[key] = list(dict.fromkeys(fired))
+        self.fired.setdefault((id(new), id(facts)), [])  # by itself, it is as simple as it gets
         return new
 
     def inside(self, e: ir.Expr, facts: Facts, fired: list[str]) -> ir.Expr:

@@ -71,6 +71,26 @@ RECOM_FN Row<E, N> load_vector(const E* at) {
   }
   return r;
 }
+// The same; a miss brings all 128 bytes of its line.
+template <class E, int N>
+RECOM_FN Row<E, N> load_line(const E* at) {
+#ifdef __CUDA_ARCH__
+  constexpr int bytes = static_cast<int>(sizeof(E)) * N;
+  if constexpr (bytes % 16 == 0) {
+    Row<E, N> r;
+    uint4 w[bytes / 16];
+#pragma unroll
+    for (int i = 0; i < bytes / 16; ++i) {
+      asm("ld.global.nc.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(w[i].x), "=r"(w[i].y), "=r"(w[i].z), "=r"(w[i].w)
+          : "l"(reinterpret_cast<const uint4*>(at) + i));
+    }
+    memcpy(&r, w, bytes);
+    return r;
+  }
+#endif
+  return load_vector<E, N>(at);
+}
 // Sixteen bytes at once: a plain assignment may be split into its elements.
 RECOM_FN void store_16(void* at, const uint4& w) {
 #ifdef __CUDA_ARCH__
@@ -135,12 +155,17 @@ RECOM_FN E* kept(E* at) {
   return at;
 }
 // A lane's share of a row that exists, as T; `mine` is its share of row 0. In bytes, and multiplied at once: one
-// instruction makes the address.
-template <class T, int N, class E, class I, class S>
+// instruction makes the address. kLine: a miss brings its line's other rows as well.
+template <class T, int N, bool kLine, class E, class I, class S>
 RECOM_FN Row<T, N> fetch(const E* mine, I index, S row_stride) {
   const S bytes = row_stride * static_cast<S>(sizeof(E));
   const auto* at = reinterpret_cast<const u8*>(mine) + static_cast<i64>(index) * bytes;
-  return x_convert<T>(load_vector<E, N>(reinterpret_cast<const E*>(at)));
+  const auto* const row = reinterpret_cast<const E*>(at);
+  if constexpr (kLine) {
+    return x_convert<T>(load_line<E, N>(row));
+  } else {
+    return x_convert<T>(load_vector<E, N>(row));
+  }
 }
 
 // Stores a number or a row; a 16-bit result rounds to nearest even.
@@ -216,6 +241,48 @@ RECOM_FN void join_slices(Row<T, N>& acc, int lanes, int slices) {
 #pragma unroll
     for (int i = 0; i < N; ++i) other.v[i] = shuffle_xor(acc.v[i], m);
     acc = combine<kKind>(acc, other);
+  }
+}
+// The same with a third of the shuffles, for many slices: of a pair of slices one joins the first half of both rows, the
+// other one the second. Every element is joined in the order that it would be without. acc.v[0] is then an element of the
+// joined row: the one returned.
+template <int kKind, class T, int N>
+RECOM_FN int join_apart(Row<T, N>& acc, int lanes, int slices) {
+  constexpr int kHalf = N / 2;
+  if constexpr (N == 2 * kHalf) {
+    const bool second = (static_cast<int>(threadIdx.x) & lanes) != 0;
+    Row<T, kHalf> mine, other;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      mine.v[i] = second ? acc.v[kHalf + i] : acc.v[i];
+      other.v[i] = shuffle_xor(second ? acc.v[i] : acc.v[kHalf + i], lanes);
+    }
+    mine = combine<kKind>(mine, other);
+    const int at = join_apart<kKind>(mine, lanes * 2, slices / 2);
+    acc.v[0] = mine.v[0];
+    return (second ? kHalf : 0) + at;
+  } else {
+    join_slices<kKind>(acc, lanes, slices);
+    return 0;
+  }
+}
+// Joins rows. Returns -1 if every slice has the whole row, else which element is this slice's acc.v[0]: the first slices
+// have one each.
+template <int kKind, int kLanes, class T, int N>
+RECOM_FN int join_rows(Row<T, N>& acc, int slices) {
+  if constexpr (kLanes <= 2 && (N == 2 || N == 4)) {
+    if (slices > N) return join_apart<kKind>(acc, kLanes, slices);
+  }
+  join_slices<kKind>(acc, kLanes, slices);
+  return -1;
+}
+// Stores what `join_rows` left.
+template <class E, class T, int N>
+RECOM_FN void store_joined(E* at, const Row<T, N>& value, int slice, int element) {
+  if (element < 0) {
+    if (slice == 0) store(at, value);
+  } else if (slice < N) {
+    at[element] = convert<E>(value.v[0]);
   }
 }
 

@@ -284,6 +284,15 @@ struct Team {
     if constexpr (kShare == 1) return positions;
     return static_cast<i32>(__reduce_max_sync(0xffffffffu, static_cast<u32>(positions > 0 ? positions : 0)));
   }
+  // The same of two neighbouring positions, n even, of two lanes that know one each.
+  template <class T>
+  RECOM_FN void share_pair(T mine, T& first, T& second) const {
+    static_assert(kShare == 2, "two lanes know a position each");
+    const T theirs = shuffle_xor(mine, 1);
+    const bool odd = (threadIdx.x & 1) != 0;
+    first = odd ? theirs : mine;
+    second = odd ? mine : theirs;
+  }
   // What the thread knows that computed the numbers of this slice's n-th position. The whole warp calls it.
   template <class T>
   RECOM_FN T share(T x, int n) const {
@@ -301,6 +310,19 @@ struct Team {
     }
   }
 };
+
+// What the threads know that computed the numbers of this slice's positions g to g + kFlight; own(i) is what this one
+// knows of its i-th. The whole warp calls it.
+template <int kFlight, int kShare, class T, class F>
+RECOM_FN void share_flight(const Team<kShare>& team, T (&out)[kFlight], int g, const F& own) {
+  if constexpr (kShare == 2 && kFlight % 2 == 0) {
+#pragma unroll
+    for (int u = 0; u < kFlight; u += 2) team.share_pair(own(u / 2), out[u], out[u + 1]);
+  } else {
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) out[u] = team.share(own(u / kShare), g + u);
+  }
+}
 
 template <class T>
 RECOM_FN const T* source(const Params& p, i64 place) {

@@ -68,12 +68,11 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r7[kFlight];
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) r7[u] = team.share(now[u / kShare].r7, g + u);
+            share_flight<kFlight>(team, r7, g, [&](int i) { return now[i].r7; });
             Row<f32, kVec> x0[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r7[u] >= 0) x0[u] = fetch<f32, kVec>(mine0, r7[u], 24);
+              if (r7[u] >= 0) x0[u] = fetch<f32, kVec, false>(mine0, r7[u], 24);
             }
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
@@ -153,12 +152,11 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r7[kFlight];
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) r7[u] = team.share(now[u / kShare].r7, g + u);
+            share_flight<kFlight>(team, r7, g, [&](int i) { return now[i].r7; });
             Row<f32, kVec> x0[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r7[u] >= 0) x0[u] = fetch<f32, kVec>(mine0, r7[u], 24);
+              if (r7[u] >= 0) x0[u] = fetch<f32, kVec, false>(mine0, r7[u], 24);
             }
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {

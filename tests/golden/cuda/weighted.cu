@@ -76,15 +76,13 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r5[kFlight];
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) r5[u] = team.share(now[u / kShare].r5, g + u);
+            share_flight<kFlight>(team, r5, g, [&](int i) { return now[i].r5; });
             f32 r6[kFlight];
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) r6[u] = team.share(now[u / kShare].r6, g + u);
+            share_flight<kFlight>(team, r6, g, [&](int i) { return now[i].r6; });
             Row<f32, kVec> x0[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r5[u] >= 0) x0[u] = fetch<f32, kVec>(mine0, r5[u], 32);
+              if (r5[u] >= 0) x0[u] = fetch<f32, kVec, false>(mine0, r5[u], 32);
             }
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {

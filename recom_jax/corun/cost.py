@@ -1,0 +1,116 @@
+"""The cost model: what a piece of preprocessing is, and how long a kernel of pieces takes with a share of a device.
+
+A kernel is a list of tiles; its blocks take them in turns. Three things can bound it: one tile's latency (a small
+launch takes as long as its slowest tile, however many processors it has), the tiles that a block gets one after the
+other, and what the processors that it occupies compute and move at most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+BLOCKS = 8  # of 256 threads, on a multiprocessor: as many as it holds at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What something costs.
+
+    Attributes:
+      compute_us, memory_us: arithmetic, and memory traffic, on a whole device with nothing beside them; they overlap.
+      tiles: how many it is cut into, 0 where that is not known.
+      latency_us: what the tiles take one after the other, each alone on a processor; longest_us: the slowest of them.
+    """
+
+    compute_us: float
+    memory_us: float
+    tiles: float = 0.0
+    latency_us: float = 0.0
+    longest_us: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.compute_us + other.compute_us,
+            self.memory_us + other.memory_us,
+            self.tiles + other.tiles,
+            self.latency_us + other.latency_us,
+            max(self.longest_us, other.longest_us),
+        )
+
+    def __mul__(self, fraction: float) -> Work:
+        return Work(
+            self.compute_us * fraction,
+            self.memory_us * fraction,
+            self.tiles * fraction,
+            self.latency_us * fraction,
+            self.longest_us if fraction > 0 else 0.0,
+        )
+
+    @property
+    def alone_us(self) -> float:
+        return max(self.compute_us, self.memory_us)
+
+
+NOTHING = Work(0.0, 0.0)
+
+
+def total(works: Iterable[Work]) -> Work:
+    return sum(works, NOTHING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The cost model's constants.
+
+    Attributes:
+      launch_us: what a kernel costs besides its work.
+      bandwidth_gain: a kernel with a share of the processors gets this many times as much of the memory bandwidth, at
+        most all of it. Where tiles are known, they tell it instead.
+      processors: of the device; 0 where tiles are not known.
+    """
+
+    launch_us: float = 3.0
+    bandwidth_gain: float = 4.0
+    processors: int = 0
+
+    def blocks(self, share: float) -> int:
+        """Blocks of a kernel with this share, if it has as many tiles."""
+        return max(1, round(share * self.processors * BLOCKS))
+
+    def kernel_us(self, work: Work, share: float) -> float:
+        """Time of a kernel that has `share` of the processors."""
+        if not (self.processors and work.tiles):
+            memory = work.memory_us / min(1.0, share * self.bandwidth_gain)
+            return self.launch_us + max(work.compute_us / share, memory)
+        tiles = math.ceil(work.tiles - 1e-9)
+        blocks = min(self.blocks(share), tiles)
+        turns = math.ceil(tiles / blocks) / tiles * work.latency_us
+        spread = max(1.0, self.processors / blocks)  # fewer blocks than processors leave some idle
+        return self.launch_us + max(work.longest_us, turns, work.alone_us * spread)
+
+    def fits(self, work: Work, load: Work, share: float, us: float) -> float:
+        """Which part of `work` may join `load` in a kernel with `share` that takes `us` at most, launch included."""
+        us -= self.launch_us
+        if not (self.processors and work.tiles):
+            wide = min(1.0, share * self.bandwidth_gain)
+            return min(
+                part_of(work.compute_us, us * share - load.compute_us),
+                part_of(work.memory_us, us * wide - load.memory_us),
+            )
+        if work.longest_us > us:
+            return 0.0
+        blocks = self.blocks(share)
+        spread = max(1.0, self.processors / blocks)
+        return min(
+            part_of(work.latency_us, us * blocks - load.latency_us),
+            part_of(work.alone_us, us / spread - load.alone_us),
+        )
+
+
+def part_of(need: float, room: float) -> float:
+    """Which part of a need fits a room."""
+    if need <= 0:
+        return 1.0
+    return min(1.0, max(0.0, room / need))
