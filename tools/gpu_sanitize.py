@@ -65,9 +65,8 @@ def run() -> tuple[float, int]:
     # A new function, so that it is compiled anew.
     ours, plain = recom_jax.optimize(lambda *args: model(*args)), jax.jit(model)
     backwards = batch | {"splits": splits[::-1].copy()}
-    with jax.default_device(
-        jax.devices("cpu")[0]
-    ):  # XLA's own kernels for a GPU read what nobody wrote
+    # XLA's own kernels for a GPU read what nobody wrote.
+    with jax.default_device(jax.devices("cpu")[0]):
         want, wanted = plain(tables, batch), plain(tables, backwards)
     got, again = ours(tables, batch), ours(tables, backwards)
     bound = ours.bind(tables)(batch)
