@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 
 from recom_jax.cuda.units import UnitClass, reads, walk, writes
@@ -49,22 +48,12 @@ class Schedule:
         return self.slices, self.run, self.tiles
 
 
-class Variant(enum.Enum):
-    """Which of a class's functions a text is. Jagged bags have all three, others the first."""
-
-    USUAL = 0
-    ANY = 1  # segment ids in any order
-    LONG = 2  # bags that all warps of a block sum up
-
-
 class Text:
     """Text under construction for one unit class."""
 
-    def __init__(
-        self, cls: UnitClass, number: int, schedule: Schedule, variant: Variant = Variant.USUAL
-    ) -> None:
+    def __init__(self, cls: UnitClass, number: int, schedule: Schedule, slow: bool = False) -> None:
         self.schedule = schedule
-        self.variant = variant
+        self.slow = slow  # jagged bags of segment ids in any order
         self.u, self.cls, self.number = cls, cls.cls, number
         self.lines: list[str] = []
         self.depth = 1
