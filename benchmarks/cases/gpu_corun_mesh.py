@@ -110,8 +110,8 @@ class Parted:
             logits = self.model.logits(layers, vectors[:, : len(self.model.rows)], batch["dense"])
             logits = corun.stage(logits, "mlp_fwd")
             whole = label.shape[0] * self.mesh.devices.size
-            total: jax.Array = jnp.sum(jax.nn.softplus(logits) - label * logits)
-            return total / whole
+            mean: jax.Array = jnp.sum(jax.nn.softplus(logits) - label * logits) / whole
+            return mean
 
         value, (d_layers, d_vectors) = jax.value_and_grad(loss, argnums=(0, 1))(
             state["layers"], vectors
