@@ -151,7 +151,7 @@ def lower_cuda(ctx: Any, *operands: Any, call: FusedCall) -> Any:
         ctx,
         operands,
         call,
-        kernel.table_bytes(made, n_buffers),
+        scratch=kernel.table_bytes(made, n_buffers),
         launch=made.launch,
         ptx=made.image,
         digest=made.digest,

@@ -15,11 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import recom_jax
 
 VERIFY = recom_jax.Options(verify=True)
 EPS = float(np.finfo(np.float32).eps)
+
+
+def cpu_only(why: str) -> pytest.MarkDecorator:
+    """Skips where JAX's default device is a GPU."""
+    return pytest.mark.skipif(jax.default_backend() != "cpu", reason=f"on a GPU: {why}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,13 +30,23 @@ CLEARED = 25
 
 ENVIRONMENTS = {
     "cpu": {"JAX_PLATFORMS": "cpu"},
-    # XLA's own default rounds the factors of a product to TF32; the oracle is plain JAX with exact products.
+    # XLA's own defaults round the factors of a product to TF32, and leave out a rounding to 16 bits where the number is
+    # widened again at once, as for rows of `table.astype(bfloat16)` if the table has one row. The oracle is plain
+    # JAX as it is written (docs/semantics.md).
     "cuda": {
         "JAX_PLATFORMS": "cuda,cpu",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": "--xla_allow_excess_precision=false",
     },
 }
+
+
+def environment(platform: str) -> dict[str, str]:
+    """The environment of a worker: this process's, with what the platform needs."""
+    made = {**os.environ, **ENVIRONMENTS[platform]}
+    flags = os.environ.get("XLA_FLAGS", ""), ENVIRONMENTS[platform].get("XLA_FLAGS", "")
+    return {**made, "XLA_FLAGS": " ".join(filter(None, flags))}
 
 
 def parse(args: Sequence[str] | None) -> argparse.Namespace:
@@ -240,7 +250,7 @@ def _start(
 ) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         command(o, k),
-        env={**os.environ, **ENVIRONMENTS[o.platform]},
+        env=environment(o.platform),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

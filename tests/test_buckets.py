@@ -21,7 +21,7 @@ from examples import recom_models
 from recom_jax import compat, rowwise
 from recom_jax.errors import BucketError, OptionError
 from recom_jax.trace import trace
-from tests.helpers import VERIFY, assert_same, table
+from tests.helpers import VERIFY, assert_same, cpu_only, table
 
 TABLE = table(50, 8)
 OPTIONS = dataclasses.replace(VERIFY, batch_buckets=(32, 8))
@@ -179,6 +179,7 @@ def test_a_side_effect_sees_rows() -> None:
 SIZES = [3, 8, 1, 0, 17, 5, 32, 9, 40, 2, 64, 31]
 
 
+@cpu_only("each new size compiles its slice")
 def test_one_compilation_a_bucket(compiled: list[str]) -> None:
     """Sizes in any order; the largest bucket's multiples stand for what is larger."""
     model = recom_models.model_e(large_rows=64, scale=0.005)
@@ -290,6 +291,7 @@ def test_inside_a_trace_nothing_is_padded() -> None:
     assert fn.explain(TABLE, ids(3, 3)).num_fused == 1
 
 
+@cpu_only("each new size compiles its slice")
 def test_servers(compiled: list[str]) -> None:
     """All that is not bound is the batch. A lease is served at the size it was taken for."""
 

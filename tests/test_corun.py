@@ -21,6 +21,7 @@ import recom_jax
 from recom_jax import corun
 from recom_jax import preprocess as pp
 from recom_jax.corun import ring
+from tests.helpers import cpu_only
 
 ROWS = 16
 
@@ -197,6 +198,7 @@ def test_errors_of_prep_come_where_their_batch_was_due_and_lose_nothing() -> Non
     assert numbers(pipe.run(got[-1][0], stream)) == [3, 4, 5]
 
 
+@cpu_only("the stream runtime compiles the step once")
 def test_errors_of_the_step_leave_its_batch_untrained() -> None:
     calls = itertools.count()
 
@@ -230,6 +232,7 @@ def test_leaving_early_is_clean_and_loses_nothing(how: str) -> None:
     assert numbers(pipe.run(start(), stream)) == list(range(3, 12))
 
 
+@cpu_only("XLA's scatter adds in any order")
 def test_restart_from_a_position_gives_the_same_stream() -> None:
     batches = raws(8)
     want = one_after_the_other(batches)
@@ -355,6 +358,7 @@ def test_ctrl_c_while_it_waits_for_input() -> None:
     assert numbers(pipe.run(start(), raws(2))) == [0, 1]
 
 
+@cpu_only("the stream runtime has more baselines")
 def test_report_and_measure() -> None:
     pipe = corun.Pipeline(prep, step)
     assert "not measured" in str(pipe.report())

@@ -15,6 +15,7 @@ from recom_jax import corun
 from recom_jax import preprocess as pp
 from recom_jax.errors import PipelineError
 from tests import cuda_emulation
+from tests.helpers import cpu_only
 from tests.test_corun_stream import (
     emulated,  # noqa: F401 - a fixture
     losses,
@@ -28,6 +29,7 @@ from tests.test_corun_stream import (
 pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing())),
+    cpu_only("tests/gpu runs the stream itself"),
 ]
 
 

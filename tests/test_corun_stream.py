@@ -18,10 +18,12 @@ from recom_jax.corun import calls, kernels, pipeline, runtime
 from recom_jax.corun.report import STREAM_MODES
 from recom_jax.errors import PipelineError, PreprocessError
 from tests import corun_emulation, cuda_emulation
+from tests.helpers import cpu_only
 
 pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing())),
+    cpu_only("tests/gpu runs the stream itself"),
 ]
 
 SEEDS = iter(range(1 << 30))

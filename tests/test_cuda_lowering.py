@@ -79,9 +79,9 @@ def test_a_bound_call_knows_where_entries_lie(monkeypatch):
     seen: list[lowering.FusedCall] = []
     real = lowering._lower_call
 
-    def spy(ctx: Any, operands: Any, call: Any, **kw: Any) -> Any:
+    def spy(ctx: Any, operands: Any, call: Any, *rest: Any, **kw: Any) -> Any:
         seen.append(call)
-        return real(ctx, operands, call, **kw)
+        return real(ctx, operands, call, *rest, **kw)
 
     monkeypatch.setattr(lowering, "_lower_call", spy)
     items, ages, x, m = inputs()

@@ -18,6 +18,7 @@ from jax import lax
 from recom_jax import _recom, pack
 from recom_jax.errors import ArgumentError, BatchError, BatchTypeError, BindError, LeaseError
 from recom_jax.pack import Arena, LeafSpec, Packer, SlotRing, Staging, layout_of
+from tests.helpers import cpu_only
 
 DTYPES = [
     *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32"),
@@ -667,6 +668,7 @@ def test_jit_aliases_a_slot():
     assert on_device.unsafe_buffer_pointer() == data.ctypes.data
 
 
+@cpu_only("numpy arrays are copied, not read in place")
 def test_slot_is_held_while_the_call_runs():
     slow_sum(np.zeros((LAYOUT.total_bytes,), np.uint8)).block_until_ready()
     ring = SlotRing(LAYOUT, 1)
@@ -709,6 +711,7 @@ def test_result_outlives_the_slot():
         assert same_bits(result, before)
 
 
+@cpu_only("numpy arrays are copied, not read in place")
 def test_device_array_holds_the_slot():
     ring = SlotRing(LAYOUT, 1)
     slot = leased(ring, 7)

@@ -20,7 +20,7 @@ import pytest
 from jax import export
 
 import recom_jax
-from tests.helpers import VERIFY, assert_same, check, table
+from tests.helpers import VERIFY, assert_same, check, cpu_only, table
 from tests.test_public_reports import CASES
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -195,6 +195,7 @@ def test_95_a_table_of_another_layout() -> None:
     np.testing.assert_array_equal(jax.jit(model, in_shardings=(turned, None))(t, I), T[I])
 
 
+@cpu_only("the module is exported for CPUs")
 def test_40_74_77_83_84_85_86_118_another_process_and_two_devices(tmp_path: pathlib.Path) -> None:
     """An exported model, sharded batches, empty bags on one device, explicit meshes, a table in halves."""
     model = recom_jax.optimize(lambda t, i: t[i].sum(1), options=VERIFY)
@@ -309,6 +310,7 @@ def test_88_96_a_compiled_model_is_found_in_jaxs_cache(tmp_path: pathlib.Path) -
 
 
 @pytest.mark.once
+@cpu_only("launches are counted, not calls")
 def test_94_103_104_many_tables_in_one_call() -> None:
     tables = [T] * 513
     model = recom_jax.optimize(lambda ts, i: jnp.concatenate([t[i] for t in ts], -1))

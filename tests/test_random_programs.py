@@ -19,6 +19,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import recom_jax
 from tests import random_oracle, random_run
 from tests.helpers import assert_same
 from tests.random_columns import BATCHES, arguments, column
@@ -109,6 +110,27 @@ def test_a_long_run_is_the_same_whatever_its_workers(capsys: pytest.CaptureFixtu
         assert out[0].startswith("4 models, 14 columns, 0 failed")
         lines.append(out[1:-1])
     assert lines[0] == lines[1]
+
+
+@pytest.mark.once
+def test_a_gpus_oracle_is_plain_jax_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
+    made = random_run.environment("cuda")
+    assert made["XLA_FLAGS"] == "--xla_dump_to=/nowhere --xla_allow_excess_precision=false"
+    assert made["JAX_DEFAULT_MATMUL_PRECISION"] == "highest"
+    assert random_run.environment("cpu")["XLA_FLAGS"] == "--xla_dump_to=/nowhere"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("rows", [1, 9])
+def test_rows_of_a_cast_table_are_rounded_as_written(rows: int) -> None:
+    """What long runs on a GPU met: XLA leaves the rounding out there, of a table of one row."""
+    t = np.random.default_rng(0).normal(size=(rows, 9)).astype(np.float32)
+    i = np.arange(4, dtype=np.int32) % rows
+    fn = recom_jax.optimize(lambda t, i: t.astype(jnp.bfloat16)[i].astype(jnp.float32) * 0.5)
+    want = t.astype(jnp.bfloat16).astype(np.float32)[i] * np.float32(0.5)
+    np.testing.assert_array_equal(fn(t, i), want)
+    assert fn.explain(t, i).num_fused == 1
 
 
 @pytest.mark.once

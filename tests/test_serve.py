@@ -22,6 +22,7 @@ from recom_jax.errors import (
     DeletedError,
     LeaseError,
 )
+from tests.helpers import cpu_only
 
 
 def model(params: Any, batch: Any) -> Any:
@@ -90,6 +91,7 @@ def test_a_new_batch_size_prepares_no_program(serve: Any, params: Any) -> None:
     assert recom_jax.stats()["programs_prepared"] == before
 
 
+@cpu_only("launches are counted, not calls")
 def test_one_fused_call_reads_the_packs(serve: Any) -> None:
     before = recom_jax.stats()
     jax.block_until_ready(serve(make_batch(50)))
@@ -507,6 +509,7 @@ def constants(lowered: Any) -> int:
 
 
 @pytest.mark.parametrize("wrap", ["closure", "direct", "argument"])
+@cpu_only("a kernel is part of the text whose length is asked")
 def test_jit_takes_operands(params: Any, wrap: str) -> None:
     serve = MODEL.bind(params)
     batch = jax.tree.map(jnp.asarray, make_batch(13))

@@ -19,6 +19,7 @@ from test_serve import MODEL, PLAIN, equal, fill, make_batch, make_params
 import recom_jax
 from recom_jax import _recom, ffi, pack, stage
 from recom_jax.errors import BatchTypeError, BindError, LeaseError
+from tests.helpers import cpu_only
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +88,7 @@ NO_CALLS = {  # that hand over a token, in tests of leases alone and of servers 
         "test_x64_may_be_switched",
     ],
 )
+@cpu_only("the emulated device is the CPU")
 def test_as_without_tokens(name: str, request: pytest.FixtureRequest) -> None:
     name, _, wrap = name.rstrip("]").partition("[")
     test = getattr(test_serve, name)
@@ -111,6 +113,7 @@ def test_leaf_kinds(only: str | None) -> None:
 # ---- slots ---------------------------------------------------------------------------------------------------
 
 
+@cpu_only("the emulated device is the CPU")
 def test_a_call_takes_a_token(serve: Any, params: Any) -> None:
     batch = make_batch(9)
     equal(serve(batch), PLAIN(params, batch))

@@ -114,7 +114,7 @@ print("launches", recom_jax.stats()["cuda_kernel_launches"])
     ids=["default", "none", "every"],
 )
 def test_command_buffers(flags: str) -> None:
-    env = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}"}
+    env = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
     env |= {"PYTHONPATH": str(ROOT), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(GRAPHS)],
