@@ -303,10 +303,13 @@ def reduce_axes(d: Detector, v: Val, axes: Sequence[int], kind: str) -> Val:
             raise Refuse("a reduction of one-hot products")
     if isinstance(e, ir.SegReduce):
         raise Refuse("a reduction over bags")
+    shape = tuple(v.shape[k] for k in keep)
+    if e.takes and not e.arith and all(d.is_one(v.shape[k]) for k in axes):
+        # A bag of one row is that row: XLA reduces over no axis of size 1 either, and a lookup is quicker.
+        return Val(shape, d.pool.remap(e, rank, lambda s, o: (tuple(s[k] for k in keep), o)))
     order = [*keep, *axes]
     moved = d.pool.remap(e, rank, lambda s, o: (tuple(s[k] for k in order), o))
     sizes = tuple(v.shape[k] for k in axes)
-    shape = tuple(v.shape[k] for k in keep)
     if isinstance(moved, ir.Reduce):
         if moved.kind != kind:
             raise Refuse("a reduction of another reduction")
