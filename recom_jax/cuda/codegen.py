@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 
 from recom_jax.cuda.body import Body, Unsupported
-from recom_jax.cuda.text import Schedule
+from recom_jax.cuda.text import Schedule, Variant
 from recom_jax.cuda.units import JAGGED, Units, units_of, walk
 from recom_jax.program import Program
 
@@ -41,9 +41,11 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
     """
     units = units_of(program)
     functions = [
-        Body(cls, k, schedule, slow).text()
+        Body(cls, k, schedule, variant).text()
         for k, cls in enumerate(units.classes)
-        for slow in ((True, False) if cls.form == JAGGED else (False,))
+        for variant in (
+            (Variant.ANY, Variant.LONG, Variant.USUAL) if cls.form == JAGGED else (Variant.USUAL,)
+        )
     ]
     lines = [
         '#include "recom_tile.cuh"',
@@ -94,6 +96,8 @@ def _kernel(units: Units, schedule: Schedule) -> list[str]:
         if cls.vec > 1:
             more = ", true" if cls.form == JAGGED else ""
             call = f"if (t.aligned) recom_cuda::class_{k}<{cls.vec}{more}>(p, t); else {call}"
+        if cls.form == JAGGED:  # once here, instead of in each of its forms
+            call += f" if (recom_cuda::block_met_long()) recom_cuda::class_{k}_long(p);"
         lines.append(f"    case {k}: {call} break;")
     return [*lines, "  }", "}"]
 

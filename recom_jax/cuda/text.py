@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 
 from recom_jax.cuda.units import UnitClass, reads, walk, writes
@@ -48,12 +49,22 @@ class Schedule:
         return self.slices, self.run, self.tiles
 
 
+class Variant(enum.Enum):
+    """Which of a class's functions a text is. Jagged bags have all three, others the first."""
+
+    USUAL = 0
+    ANY = 1  # segment ids in any order
+    LONG = 2  # bags that all warps of a block sum up
+
+
 class Text:
     """Text under construction for one unit class."""
 
-    def __init__(self, cls: UnitClass, number: int, schedule: Schedule, slow: bool = False) -> None:
+    def __init__(
+        self, cls: UnitClass, number: int, schedule: Schedule, variant: Variant = Variant.USUAL
+    ) -> None:
         self.schedule = schedule
-        self.slow = slow  # jagged bags of segment ids in any order
+        self.variant = variant
         self.u, self.cls, self.number = cls, cls.cls, number
         self.lines: list[str] = []
         self.depth = 1
