@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recom_jax.cuda.codegen import generate
+from recom_jax.cuda.codegen import Schedule, generate
 from recom_jax.errors import EncodeError
 from recom_jax.program import Program
 from tests import cuda_emulation, random_columns, random_models
@@ -239,13 +239,22 @@ def test_bags_that_take_a_block(way: str) -> None:
         }
 
     bounds = {"mean": 1e-4, "max": 0.0, "missing": 0.02}
-    check(fn, args, bounds, (Options(sms=1), Options(tiles=3, order=2), Options(tiles="unaligned")))
+    by_blocks = functools.partial(Options, schedule=Schedule(long=True))
+    check(fn, args, bounds, (by_blocks(sms=1), by_blocks(tiles=3, order=2), by_blocks("unaligned")))
     c = cuda_emulation.compiled(fn, args)
     first, *others = [
-        c.run(functools.partial(emulate, options=Options(order=o))) for o in (0, 1, 2)
+        c.run(functools.partial(emulate, options=by_blocks(order=o))) for o in (0, 1, 2)
     ]
     for other in others:  # in whatever order threads run
         jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+def test_odd_lengths_where_bags_may_take_a_block() -> None:
+    """Lengths that no bags have send a block another way before it met any bag."""
+    cases = GROUPS["repeats"](BATCH)
+    fn, args = as_function(cases)
+    way = Options(sms=1, schedule=Schedule(long=True))
+    check(fn, args, {k: c.tolerance() for k, c in cases.items()}, (way,))
 
 
 # ---- random columns --------------------------------------------------------------------------------------------------

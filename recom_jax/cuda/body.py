@@ -21,6 +21,11 @@ class Body(Regions):
         """Whether warps take bags as they get ready."""
         return self.u.form == JAGGED and self.variant is Variant.USUAL
 
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether warps leave long bags to their block."""
+        return self.turns and self.schedule.long
+
     def text(self) -> list[str]:
         u = self.u
         stride = 1 + len(self.cls.slots)
@@ -98,9 +103,8 @@ class Body(Regions):
                 value = f"static_cast<i32>(me.word({1 + s}))" if small else f"me.word({1 + s})"
                 head.append(f"  const {'i32' if small else 'i64'} s{s} = {value};")
         checks = [] if self.variant is Variant.LONG else self.checks
-        if (
-            self.turns and not checks
-        ):  # the kernel asks for long bags next, and the checks are barriers
+        if self.takes_blocks and not checks:
+            # The kernel asks for long bags next. The checks are barriers, where there are any.
             checks = ["  __syncthreads();"]
         return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), *checks, "}"]
 
@@ -115,6 +119,8 @@ class Body(Regions):
                     f"const bool dirty_{dst} = block_non_finite({table} + {base}, "
                     f"{self.one_hot_rows(i)}, {stride}, {self.width()});"
                 )
+        if self.takes_blocks:
+            self.put("no_long_bags();")
         for i in self.u.code:
             if i.op == "JREGION":
                 self.ascending(i)
@@ -170,8 +176,8 @@ class Body(Regions):
 
     def check(self, ascends: str) -> None:
         """A block asks when it is through: sums hardly ever have to be made again, and no warp waits to begin."""
-        again = f"return no_long_bags(), class_{self.number}_any(p);" if self.turns else ""
-        self.checks.append(f"  if (!{ascends}) {again}")
+        before = "no_long_bags(), " if self.takes_blocks else ""
+        self.checks.append(f"  if (!{ascends}) return {before}class_{self.number}_any(p);")
 
     def width(self) -> str:
         return str(self.u.width) if self.u.width is not None else self.slot(self.u.width_slot)

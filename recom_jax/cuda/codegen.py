@@ -40,12 +40,11 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
       Unsupported: the program holds what this target cannot express; the caller leaves it to XLA.
     """
     units = units_of(program)
+    jagged = (Variant.ANY, *([Variant.LONG] if schedule.long else []), Variant.USUAL)
     functions = [
         Body(cls, k, schedule, variant).text()
         for k, cls in enumerate(units.classes)
-        for variant in (
-            (Variant.ANY, Variant.LONG, Variant.USUAL) if cls.form == JAGGED else (Variant.USUAL,)
-        )
+        for variant in (jagged if cls.form == JAGGED else (Variant.USUAL,))
     ]
     lines = [
         '#include "recom_tile.cuh"',
@@ -96,7 +95,7 @@ def _kernel(units: Units, schedule: Schedule) -> list[str]:
         if cls.vec > 1:
             more = ", true" if cls.form == JAGGED else ""
             call = f"if (t.aligned) recom_cuda::class_{k}<{cls.vec}{more}>(p, t); else {call}"
-        if cls.form == JAGGED:  # once here, instead of in each of its forms
+        if cls.form == JAGGED and schedule.long:  # once here, instead of in each of its forms
             call += f" if (recom_cuda::block_met_long()) recom_cuda::class_{k}_long(p);"
         lines.append(f"    case {k}: {call} break;")
     return [*lines, "  }", "}"]

@@ -242,7 +242,7 @@ class Regions(Pools):
         span = self.range_of(i, "bag")
         if self.variant is Variant.LONG:
             span = f"parts.of({span})"
-        else:  # rows that allow no vectors are rare, and have no code for long bags
+        elif self.schedule.long:  # rows without vectors are rare, and have no code for long bags
             span = f"kVec == {self.u.vec} ? unless_long({span}) : {span}"
         self.put(f"const Range span = {span};")
 

@@ -43,7 +43,7 @@ def test_sums_and_means(dim: int, way: str) -> None:
             "max": jax.ops.segment_max(rows, seg, num_segments=n),
         }
 
-    ours = recom_jax.optimize(fn, options=recom_jax.Options(verify=True))
+    ours = recom_jax.optimize(fn, options=recom_jax.Options(verify=True, long_bags=True))
     got = {k: np.asarray(v) for k, v in ours(table, batch).items()}
     for _ in range(3):
         for k, v in ours(table, batch).items():

@@ -96,100 +96,6 @@ __device__ __noinline__ void class_0_any(const Params& p) {
   }
 }
 
-// The same for bags of kLongBag positions or more: all warps of the block sum one up.
-__device__ __forceinline__ void class_0_long(const Params& p) {
-  constexpr int kVec = 4;
-  const Tile t = tile_of(p);
-  constexpr int kLanes = lanes_for(kJagged, 40, kVec);
-  const int kSlices = t.slices;
-  constexpr int kShare = kLanes;
-  const WarpWorker me(p, t, kLanes, kSlices);
-  const Team<kShare> team(me, kSlices);
-  const Parts parts(me);
-  const i64 s2 = me.word(3);
-  const i32* const b5 = source<i32>(p, me.word(6));
-  const i64 s7 = me.word(8);
-  const i32* const b10 = source<i32>(p, me.word(11));
-  const f32* const b15 = source<f32>(p, me.word(16));
-  auto* const out = kept(target<f32>(p, me.word(24)));
-  const auto* const splits_3 = b5;
-  const auto range_3 = [&](i64 bag) -> Range {
-    const i32 total = static_cast<i32>(s2);
-    return split_range(splits_3, s7, total, bag);
-  };
-  const auto takes_all = [&](i64 bag) -> bool { return is_long(range_3(bag)); };
-  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
-  for (i32 bag = static_cast<i32>(t.bag0); bag < bags; ++bag) {
-    if (!takes_all(bag)) continue;
-    const bool on = parts.rank == 0;
-    for (i32 chunk = 0; chunk < 40; chunk += kLanes * kVec) {
-      const i32 mine = chunk + me.lane * kVec;
-      const bool has = on && mine < 40;
-      const i32 f = mine < 40 ? mine : 0;
-      Row<f32, kVec> r4 = spread<kVec>(start_of<kMax>(immediate<f32>(static_cast<i64>(4286578688ull)), parts.rank + me.slice));
-      {
-        const i32 total = static_cast<i32>(s2);
-        const Range span = parts.of(split_range(splits_3, s7, total, bag));
-        constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
-        const i32 end = span.end;
-        struct Read { i32 r5; };
-        const auto read = [&](i32 at_q) -> Read {
-          const i32 q = at_q < end ? at_q : 0;
-          Read found;
-          found.r5 = load_one(b10 + q);
-          return found;
-        };
-        struct Position {
-          bool in; i32 r11;
-        };
-        const auto numbers = [&](i32 at_q, const Read& raw) -> Position {
-          Position now;
-          const bool in = at_q < end;
-          const i32 r5 = raw.r5;
-          const i32 r6 = immediate<i32>(0);
-          const pred r7 = x_lt(r5, r6);
-          const i32 r8 = immediate<i32>(50);
-          const i32 r9 = x_add(r5, r8);
-          const i32 r10 = x_select(r7, r5, r9);
-          const i32 r11 = index_clip<i32>(r10, 50);
-          now.in = in;
-          now.r11 = in ? r11 : static_cast<i32>(kSkipped);
-          return now;
-        };
-        const auto* const mine4 = kept(b15 + f);
-        const i32 most = team.most(end - span.begin);
-        for (i32 done = 0; done < most; done += kOwn * team.size) {
-          const i32 q0 = span.begin + done;
-          Position now[kOwn];
-          Read raw[kOwn];
-          #pragma unroll
-          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
-          #pragma unroll
-          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
-          #pragma unroll 1
-          for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (done + g * kSlices >= most) break;
-            i32 r11[kFlight];
-            share_flight<kFlight>(team, r11, g, [&](int i) { return now[i].r11; });
-            Row<f32, kVec> x4[kFlight];
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) {
-              if (r11[u] >= 0) x4[u] = fetch<f32, kVec, true>(mine4, r11[u], 40);
-            }
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) {
-              if (r11[u] >= 0) r4 = combine<kMax>(r4, x4[u]);
-            }
-          }
-        }
-        join_slices<kMax>(r4, kLanes, kSlices);
-        join_parts<kMax>(r4, me, kLanes, parts);
-      }
-      if (has && me.slice == 0) store(out + i64{bag} * 40 + f, r4);
-    }
-  }
-}
-
 // Class 0: rows of 40, jagged bags.
 template <int kVec, bool kStaged>
 __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
@@ -225,7 +131,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       Row<f32, kVec> r4 = spread<kVec>(start_of<kMax>(immediate<f32>(static_cast<i64>(4286578688ull)), me.slice));
       {
         const i32 total = static_cast<i32>(s2);
-        const Range span = kVec == 4 ? unless_long(split_range(splits_3, s7, total, bag)) : split_range(splits_3, s7, total, bag);
+        const Range span = split_range(splits_3, s7, total, bag);
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
         const i32 end = span.end;
         struct Read { i32 r5; };
@@ -283,7 +189,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       if (has && me.slice == 0) store(out + i64{bag} * 40 + f, r4);
     }
   }
-  if (!block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7)) return no_long_bags(), class_0_any(p);
+  if (!block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7)) return class_0_any(p);
 }
 
 }  // namespace recom_cuda
@@ -292,6 +198,6 @@ extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 5)
 recom_fused(const __grid_constant__ recom_cuda::Params p) {
   const recom_cuda::Tile t = recom_cuda::tile_of(p);
   switch (t.cls) {
-    case 0: if (t.aligned) recom_cuda::class_0<4, true>(p, t); else recom_cuda::class_0<1, false>(p, t); if (recom_cuda::block_met_long()) recom_cuda::class_0_long(p); break;
+    case 0: if (t.aligned) recom_cuda::class_0<4, true>(p, t); else recom_cuda::class_0<1, false>(p, t); break;
   }
 }
