@@ -21,7 +21,7 @@ from benchmarks.record import Result, Row, Target
 from examples import rap_plans
 from examples.click_models import Dlrm
 from recom_jax import corun
-from recom_jax.corun.report import CORUN
+from recom_jax.corun.report import CORUN, IDEAL
 
 AXIS = "gpus"
 MAPPED = {"label": P(AXIS), "dense": P(AXIS), "ids": P(None, AXIS)}
@@ -110,7 +110,8 @@ class Parted:
             logits = self.model.logits(layers, vectors[:, : len(self.model.rows)], batch["dense"])
             logits = corun.stage(logits, "mlp_fwd")
             whole = label.shape[0] * self.mesh.devices.size
-            return jnp.sum(jax.nn.softplus(logits) - label * logits) / whole
+            mean: jax.Array = jnp.sum(jax.nn.softplus(logits) - label * logits) / whole
+            return mean
 
         value, (d_layers, d_vectors) = jax.value_and_grad(loss, argnums=(0, 1))(
             state["layers"], vectors
@@ -150,7 +151,7 @@ def run(context: Context, number: int) -> Result:
     for mapped in (True, False):
         parted = Parted(model, mesh, mapped)
         pipe = corun.Pipeline(parted.prep(plan), parted.step(), mesh, options, specs=parted.specs)
-        modes = None if mapped else (gpu_corun.IDEAL, CORUN)
+        modes = None if mapped else (IDEAL, CORUN)
         with context.progress.step(f"{what}: {'' if mapped else 'without mapping, '}rounds"):
             corun.measure(pipe, parted.init, raws, rounds=rounds, rtol=0.05, modes=modes)
         if mapped:
