@@ -148,13 +148,15 @@ class Report:
     def cuda_source(self) -> str:
         """The kernels as the CUDA target would write them; "" where it cannot express them. Needs no GPU."""
         try:
-            from recom_jax.cuda.codegen import Unsupported, generate
+            from recom_jax.cuda.codegen import DEFAULT, Unsupported, generate
+            from recom_jax.cuda.kernel import scheduled_as
         except ImportError:
             return ""
+        schedule = scheduled_as(self.calls[0][0].options) if self.calls else DEFAULT
         texts = []
         for p in self.programs:
             try:
-                texts.append(generate(p).source)
+                texts.append(generate(p, schedule).source)
             except Unsupported as why:
                 texts.append(f"// not expressible: {why}\n")
         return "\n".join(texts)

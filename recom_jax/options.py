@@ -49,6 +49,9 @@ class Options:
         holds arrays; of a server, all that are not bound.
       tune: on a CUDA device, measure how the kernel of new shapes is best laid out, at its first call with values, and
         keep what was found (default False: a cost model says). Results stay the same; elsewhere nothing changes.
+      long_bags: on a CUDA device, let all warps of a block sum up a jagged bag of 2,048 ids or more, for features of
+        which a few bags hold thousands (default False: a warp sums each bag up; other jagged kernels are 1 to 3
+        percent faster). Such a bag's rows are added in another order, the same in each run. Elsewhere nothing changes.
       always_fuse: fuse single lookups too that XLA would join with the arithmetic on their rows, and gradients on a GPU
         (default False: they stay in XLA, which is faster, and `explain` says so).
     """
@@ -68,6 +71,7 @@ class Options:
     batch_argnums: tuple[int, ...] = ()
     always_fuse: bool = False
     tune: bool = False
+    long_bags: bool = False
 
     def __post_init__(self) -> None:
         from recom_jax.simplify import NAMES

@@ -21,7 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recom_jax.cuda import nvrtc
+import recom_jax
+from recom_jax import Options
+from recom_jax.cuda import kernel, nvrtc
 from recom_jax.cuda.codegen import DEFAULT, Schedule, generate
 from recom_jax.errors import CudaError
 from tests.helpers import ids, table
@@ -125,6 +127,11 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
 }
 
 
+LONG_BAGS = Schedule(long=True)
+GOLDENS = {name: (name, DEFAULT) for name in PROGRAMS} | {"jagged_long": ("jagged", LONG_BAGS)}
+"""File -> program and schedule."""
+
+
 @functools.cache
 def source(name: str, schedule: Schedule = DEFAULT) -> str:
     fn, args = PROGRAMS[name]()
@@ -135,16 +142,40 @@ def source(name: str, schedule: Schedule = DEFAULT) -> str:
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_golden(name: str) -> None:
+@pytest.mark.parametrize("file", GOLDENS)
+def test_golden(file: str) -> None:
     """The same on every JAX version: what differs between versions ends in front of detection."""
-    assert source(name) == (GOLDEN / f"{name}.cu").read_text(), (
-        f"{name} changed: python -m tests.test_cuda_codegen --regenerate, and read the difference"
+    assert source(*GOLDENS[file]) == (GOLDEN / f"{file}.cu").read_text(), (
+        f"{file} changed: python -m tests.test_cuda_codegen --regenerate, and read the difference"
     )
 
 
 def test_no_file_is_left_over() -> None:
-    assert {f.stem for f in GOLDEN.glob("*.cu")} == set(PROGRAMS)
+    assert {f.stem for f in GOLDEN.glob("*.cu")} == set(GOLDENS)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_long_bags_change_jagged_bags_alone(name: str) -> None:
+    assert (source(name, LONG_BAGS) != source(name)) == (name in ("jagged", "splits"))
+    assert "long" not in source(name)
+
+
+def test_the_option_for_long_bags() -> None:
+    """`Options.long_bags` is part of what a kernel is kept by, whatever was made before; a CPU has nothing of it."""
+    fn, args = jagged()
+    ((_, scheduled, encoded),) = compiled(fn, *args).calls
+    results = []
+    for chosen in (False, True, False):
+        options = Options(long_bags=chosen)
+        want = generate(scheduled.program, Schedule(long=chosen)).source
+        ours = recom_jax.optimize(fn, options=options)
+        assert ours.explain(*args).cuda_source() == want
+        results.append(np.asarray(ours(*args)))
+        if not no_compiler():
+            made = kernel.kernel_for(scheduled.program, encoded.digest, 4, options, portable=True)
+            assert made.source == want
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
 
 
 def test_the_text_does_not_depend_on_the_batch() -> None:
@@ -214,12 +245,14 @@ def test_nothing_spills_where_two_blocks_fit(name: str, arch: str) -> None:
     assert got["stack"] == got["spill_stores"] == got["spill_loads"] == 0, got
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_ptx(name: str) -> None:
+@pytest.mark.parametrize("file", GOLDENS)
+def test_ptx(file: str) -> None:
     """What a call carries compiles without a warning, however many buffers a launch names."""
     if no_compiler():
         pytest.skip(no_compiler())
-    few, many = nvrtc.ptx(source(name), 32), nvrtc.ptx(source(name), 4064)
+    name, schedule = GOLDENS[file]
+    text = source(name, schedule)
+    few, many = nvrtc.ptx(text, 32), nvrtc.ptx(text, 4064)
     assert few.log == many.log == ""
     assert ".entry recom_fused" in few.text and few.digest != many.digest
     assert "fma.rn.f" not in few.text or name in ("boundaries", "masked")
@@ -229,8 +262,8 @@ def regenerate() -> None:
     GOLDEN.mkdir(exist_ok=True, parents=True)
     for old in GOLDEN.glob("*.cu"):
         old.unlink()
-    for name in PROGRAMS:
-        (GOLDEN / f"{name}.cu").write_text(source(name))
+    for file, (name, schedule) in GOLDENS.items():
+        (GOLDEN / f"{file}.cu").write_text(source(name, schedule))
     if no_compiler():
         print(f"{FIGURES.name} stays as it was. {no_compiler()}")
         return

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recom_jax.cuda.codegen import generate
+from recom_jax.cuda.codegen import Schedule, generate
 from recom_jax.errors import EncodeError
 from recom_jax.program import Program
 from tests import cuda_emulation, random_columns, random_models
@@ -203,6 +203,68 @@ def test_bags_longer_than_shared_memory(dtype: Any) -> None:
         ):
             args = (t, w, x, shown.astype(np.int32))
             check(fn, args, {"sum": 0.02, "max": 0.0}, (Options(sms=1), Options(tiles=3, order=2)))
+
+
+@pytest.mark.parametrize("way", ["splits", "segments", "lengths"])
+def test_bags_that_take_a_block(way: str) -> None:
+    """Bags of 2,048 positions or more, by sums, means, extremes and weights, with rows that do not exist."""
+    rng = np.random.default_rng(9)
+    lengths = np.array([3, 2048, 2047, 0, 5000, 2, 2049, 1], np.int32)
+    total, n = int(lengths.sum()), len(lengths)
+    args = {
+        "t": rng.standard_normal((50, 16)).astype(np.float32),
+        "w": rng.standard_normal((40, 5)).astype(np.float32),
+        "x": rng.integers(0, 40, total).astype(np.int32),
+        "y": np.where(rng.random(total) < 1e-4, 77, rng.integers(0, 50, total)).astype(np.int32),
+        "by": rng.standard_normal(total).astype(np.float32),
+        "splits": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        "segments": np.repeat(np.arange(n), lengths).astype(np.int32),
+        "lengths": lengths,
+    }
+
+    def fn(a: Any) -> Any:
+        seg = a["segments"]
+        if way == "splits":
+            seg = jnp.searchsorted(a["splits"], jnp.arange(total), side="right") - 1
+        elif way == "lengths":
+            seg = jnp.repeat(jnp.arange(n), a["lengths"], total_repeat_length=total)
+        rows = a["t"][a["x"]]
+        count = jax.ops.segment_sum(jnp.ones(total), seg, num_segments=n)
+        sums = jax.ops.segment_sum(rows, seg, num_segments=n)
+        odd = jnp.take(a["t"], a["y"], axis=0) * a["by"][:, None]
+        return {
+            "mean": sums / jnp.maximum(count, 1)[:, None],
+            "max": jax.ops.segment_max(a["w"][a["x"]], seg, num_segments=n),
+            "missing": jax.ops.segment_sum(odd, seg, num_segments=n),
+        }
+
+    bounds = {"mean": 1e-4, "max": 0.0, "missing": 0.02}
+    by_blocks = functools.partial(Options, schedule=Schedule(long=True))
+    check(fn, args, bounds, (by_blocks(sms=1), by_blocks(tiles=3, order=2), by_blocks("unaligned")))
+    c = cuda_emulation.compiled(fn, args)
+    first, *others = [
+        c.run(functools.partial(emulate, options=by_blocks(order=o))) for o in (0, 1, 2)
+    ]
+    for other in others:  # in whatever order threads run
+        jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+def test_odd_lengths_where_bags_may_take_a_block() -> None:
+    """Lengths that no bags have send a block another way before it met any bag."""
+    rng = np.random.default_rng(4)
+    args = (
+        rng.standard_normal((50, 8)).astype(np.float32),
+        rng.integers(0, 50, 6000).astype(np.int32),
+        np.array([3000, -2500, 2600, 0, 3, 2500], np.int32),
+    )
+
+    def fn(a: Any) -> Any:
+        t, x, lengths = a
+        n = lengths.shape[0]
+        seg = jnp.repeat(jnp.arange(n), lengths, total_repeat_length=x.shape[0])
+        return {"sum": jax.ops.segment_sum(t[x], seg, num_segments=n)}
+
+    check(fn, args, {"sum": 0.02}, (Options(sms=1, schedule=Schedule(long=True)),))
 
 
 # ---- random columns --------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Bag space is straight-line code, run once a bag and lane; regions.py has the loo
 from __future__ import annotations
 
 from recom_jax.cuda.regions import BAGS, Regions
-from recom_jax.cuda.text import TYPES, Unsupported
+from recom_jax.cuda.text import TYPES, Unsupported, Variant
 from recom_jax.cuda.units import JAGGED, PLAIN, walk
 from recom_jax.program import OPERAND, RESULT, Instr
 
@@ -19,7 +19,12 @@ class Body(Regions):
     @property
     def turns(self) -> bool:
         """Whether warps take bags as they get ready."""
-        return self.u.form == JAGGED and not self.slow
+        return self.u.form == JAGGED and self.variant is Variant.USUAL
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether warps leave long bags to their block."""
+        return self.turns and self.schedule.long
 
     def text(self) -> list[str]:
         u = self.u
@@ -46,9 +51,9 @@ class Body(Regions):
         )
         form = ("no reduction", "bags", "jagged bags")[u.form]
         lanes = "const int kLanes = t.lanes;"
-        if u.width is not None and not self.slow:
+        if u.width is not None and not self.any_order:
             lanes = f"constexpr int kLanes = lanes_for({_FORMS[u.form]}, {u.width}, kVec);"
-        share = "1" if u.width is None or self.slow else "kLanes"
+        share = "1" if u.width is None or self.any_order else "kLanes"
         slices = "const int kSlices = t.slices;"
         name = f"class_{self.number}"
         head = [
@@ -56,7 +61,14 @@ class Body(Regions):
             f"template <int kVec{', bool kStaged' if self.turns else ''}>",
             f"__device__ __forceinline__ void {name}(const Params& p, const Tile& t) {{",
         ]
-        if self.slow:
+        if self.variant is Variant.LONG:
+            head = [
+                "// The same for bags of kLongBag positions or more: all warps of the block sum one up.",
+                f"__device__ __forceinline__ void {name}_long(const Params& p) {{",
+                f"  constexpr int kVec = {u.vec};",
+                "  const Tile t = tile_of(p);",
+            ]
+        if self.any_order:
             head = [
                 "// The same for segment ids in any order: each bag looks at every position.",
                 f"__device__ __noinline__ void {name}_any(const Params& p) {{",
@@ -69,10 +81,11 @@ class Body(Regions):
             *([] if u.form == PLAIN else [f"  constexpr int kShare = {share};"]),
             (
                 "  const WarpWorker me(p, t, kLanes, kSlices);"
-                if self.turns
+                if self.u.form == JAGGED and not self.any_order
                 else f"  const Worker me(p, t, kLanes, {stride});"
             ),
             *([] if u.form == PLAIN else ["  const Team<kShare> team(me, kSlices);"]),
+            *(["  const Parts parts(me);"] if self.variant is Variant.LONG else []),
         ]
         if self.out is not None:
             buffer, offset = self.out.args[1:3]
@@ -89,7 +102,11 @@ class Body(Regions):
                 small = s in u.small
                 value = f"static_cast<i32>(me.word({1 + s}))" if small else f"me.word({1 + s})"
                 head.append(f"  const {'i32' if small else 'i64'} s{s} = {value};")
-        return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), *self.checks, "}"]
+        checks = [] if self.variant is Variant.LONG else self.checks
+        if self.takes_blocks and not checks:
+            # The kernel asks for long bags next. The checks are barriers, where there are any.
+            checks = ["  __syncthreads();"]
+        return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), *checks, "}"]
 
     def before(self) -> list[str]:
         """What the whole block finds out before its first bag."""
@@ -102,20 +119,38 @@ class Body(Regions):
                     f"const bool dirty_{dst} = block_non_finite({table} + {base}, "
                     f"{self.one_hot_rows(i)}, {stride}, {self.width()});"
                 )
+        if self.takes_blocks:
+            self.put("no_long_bags();")
         for i in self.u.code:
             if i.op == "JREGION":
                 self.ascending(i)
         self.stage()
+        if self.variant is Variant.LONG:
+            self.long_test()
         out, self.lines = self.lines, []
         return out
+
+    def long_test(self) -> None:
+        """Whether the block sums up a bag: any of its regions is long there."""
+        tests = []
+        for i in self.u.code:
+            if i.op != "JREGION":
+                continue
+            seg = i.args[1]
+            self.put(f"const auto range_{seg} = [&](i64 bag) -> Range {{")
+            self.put(f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});")
+            self.put(f"  return {self.range_of(i, 'bag')};")
+            self.put("};")
+            tests.append(f"is_long(range_{seg}(bag))")
+        self.put(f"const auto takes_all = [&](i64 bag) -> bool {{ return {' || '.join(tests)}; }};")
 
     def ascending(self, i: Instr) -> None:
         """Segment ids that ascend, as they nearly always do, say where a bag's positions begin and end."""
         total, seg = self.slot(i.args[0]), i.args[1]
         splits = self.splits(i)
-        if splits is None or self.slow:
+        if splits is None or self.any_order:
             self.lambda_of(i, seg, f"seg_{seg}")
-        if self.slow:
+        if self.any_order:
             return
         if splits is None:
             self.check(f"block_ascends(seg_{seg}, {total})")
@@ -126,7 +161,9 @@ class Body(Regions):
         if mode in BAGS:
             kind = f"{BAGS[mode]}<{TYPES[self.u.dtypes[buffer]]}>"
             self.put(f"{kind} bags_{seg}{{{at}, {self.slot(n)}}};")
-            if mode == "LENGTHS":  # where the tile's first bag begins is found on the way
+            if self.variant is Variant.LONG:  # asked before
+                self.put(f"bags_{seg}.ascend(t);")
+            elif mode == "LENGTHS":  # where the tile's first bag begins is found on the way
                 self.put(f"if (!bags_{seg}.ascend(t)) return class_{self.number}_any(p);")
             else:
                 self.check(f"bags_{seg}.ascend(t)")
@@ -139,7 +176,8 @@ class Body(Regions):
 
     def check(self, ascends: str) -> None:
         """A block asks when it is through: sums hardly ever have to be made again, and no warp waits to begin."""
-        self.checks.append(f"  if (!{ascends}) return class_{self.number}_any(p);")
+        before = "no_long_bags(), " if self.takes_blocks else ""
+        self.checks.append(f"  if (!{ascends}) return {before}class_{self.number}_any(p);")
 
     def width(self) -> str:
         return str(self.u.width) if self.u.width is not None else self.slot(self.u.width_slot)
@@ -152,6 +190,12 @@ class Body(Regions):
             "    const bool on = at + me.first < bags;",
             "    const i32 bag = on ? at + me.first : bags - 1;",
         ]
+        if self.variant is Variant.LONG:
+            lines[1:] = [
+                "  for (i32 bag = static_cast<i32>(t.bag0); bag < bags; ++bag) {",
+                "    if (!takes_all(bag)) continue;",
+                "    const bool on = parts.rank == 0;",
+            ]
         if self.turns:
             lines[1:] = [
                 "  for (Turn turn(t, me.step); turn.at < bags; turn.end()) {",

@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 
 from recom_jax.cuda.body import Body, Unsupported
-from recom_jax.cuda.text import Schedule
+from recom_jax.cuda.text import Schedule, Variant
 from recom_jax.cuda.units import JAGGED, Units, units_of, walk
 from recom_jax.program import Program
 
@@ -40,10 +40,11 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
       Unsupported: the program holds what this target cannot express; the caller leaves it to XLA.
     """
     units = units_of(program)
+    jagged = (Variant.ANY, *([Variant.LONG] if schedule.long else []), Variant.USUAL)
     functions = [
-        Body(cls, k, schedule, slow).text()
+        Body(cls, k, schedule, variant).text()
         for k, cls in enumerate(units.classes)
-        for slow in ((True, False) if cls.form == JAGGED else (False,))
+        for variant in (jagged if cls.form == JAGGED else (Variant.USUAL,))
     ]
     lines = [
         '#include "recom_tile.cuh"',
@@ -94,6 +95,8 @@ def _kernel(units: Units, schedule: Schedule) -> list[str]:
         if cls.vec > 1:
             more = ", true" if cls.form == JAGGED else ""
             call = f"if (t.aligned) recom_cuda::class_{k}<{cls.vec}{more}>(p, t); else {call}"
+        if cls.form == JAGGED and schedule.long:  # once here, instead of in each of its forms
+            call += f" if (recom_cuda::block_met_long()) recom_cuda::class_{k}_long(p);"
         lines.append(f"    case {k}: {call} break;")
     return [*lines, "  }", "}"]
 

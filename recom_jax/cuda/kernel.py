@@ -74,12 +74,13 @@ def kernel_for(
       digest: of the program's words.
       n_buffers: physical operands and results of the call.
       portable: the call may run on another machine: PTX, whatever the driver here.
-      schedule: what `tune` chose.
+      schedule: what `tune` chose. Of `options`, `long_bags` joins it.
 
     Raises:
       CudaError: no compiler, or a driver that is too old.
       codegen.Unsupported: the program holds what this target cannot express.
     """
+    schedule = scheduled_as(options, schedule)
     pointers = bucket(n_buffers)
     arch = "" if portable else native_arch()
     key = (digest, pointers, arch, schedule)
@@ -96,6 +97,11 @@ def kernel_for(
         while len(_MADE) > _KEEP:
             _MADE.popitem(last=False)
     return kernel
+
+
+def scheduled_as(options: Options, schedule: Schedule = codegen.DEFAULT) -> Schedule:
+    """A schedule with what options say of it."""
+    return dataclasses.replace(schedule, long=True) if options.long_bags else schedule
 
 
 def native_arch() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recom_jax.cuda.text import KINDS, TYPES, Text, Unsupported
+from recom_jax.cuda.text import KINDS, TYPES, Text, Unsupported, Variant
 from recom_jax.cuda.units import closure, size_of, walk, writes
 from recom_jax.program import Instr
 
@@ -22,7 +22,10 @@ class Pools(Text):
         dst, kind = (b.args[2], b.args[1]) if pool else (b.args[1], b.args[0])
         init = self.imm(self.cls.regs[dst].dtype, b.args[9 if pool else 3])
         row = self.is_row(dst)
-        start = f"start_of<{KINDS[kind]}>({init}, {'me.slice' if row else 'team.rank'})"
+        rank = "me.slice" if row else "team.rank"
+        if self.variant is Variant.LONG:
+            rank = f"parts.rank + {rank}"
+        start = f"start_of<{KINDS[kind]}>({init}, {rank})"
         start = f"spread<kVec>({start})" if row else start
         self.put(f"{self.type_of(dst)} r{dst} = {start};")
 
@@ -88,9 +91,10 @@ class Pools(Text):
             # Lanes hold features of their own. Of a number they hold parts, or copies where each computes all of it.
             lanes = "kLanes / kShare, team.size" if b in counts else "kLanes, kSlices"
             join = f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});"
-            if self.is_row(dst) and b not in counts and self.u.width is not None and not self.slow:
+            usual = self.variant is Variant.USUAL
+            if usual and self.is_row(dst) and b not in counts and self.u.width is not None:
                 join = f"join_rows<{KINDS[kind]}, kLanes>(r{dst}, kSlices);"
-            if self.jagged and not self.slow:
+            if self.jagged and usual:
                 # A warp whose bags are all empty has nothing to join.
                 init = self.imm(self.cls.regs[dst].dtype, b.args[9 if b.op == "POOL" else 3])
                 init = f"spread<kVec>({init})" if self.is_row(dst) else init

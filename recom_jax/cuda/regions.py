@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recom_jax.cuda.pools import Pools
-from recom_jax.cuda.text import KINDS, TYPES, Unsupported
+from recom_jax.cuda.text import KINDS, TYPES, Unsupported, Variant
 from recom_jax.cuda.units import closure, reads, writes
 from recom_jax.program import Instr, Reg
 
@@ -23,6 +23,10 @@ _STAGE_BYTES = 16384
 
 class Regions(Pools):
     """Adds REGION and JREGION."""
+
+    @property
+    def any_order(self) -> bool:
+        return self.variant is Variant.ANY
 
     def region(self, i: Instr) -> None:
         """A loop over positions, and the reductions that it feeds."""
@@ -44,7 +48,7 @@ class Regions(Pools):
         whole = any(b.op == "ACC" for b in parts[2])  # rows that count wherever there is a position
         rows = {r for b in parts[2] for r in reads(b) if made.get(r) == 1}
         flight = self.schedule.flight if len(parts[1]) + len(pools) <= 2 else 2
-        flight = 1 if self.slow else flight
+        flight = 1 if self.any_order else flight
         first = closure(parts[0], numbers | {b.args[2] for b in counts})
         for b in reductions:
             self.start(b)
@@ -72,7 +76,7 @@ class Regions(Pools):
             at = table if base == "0" else f"{table} + {base}"
             self.put(f"const auto* const mine{b.args[2]} = kept({at} + f);")
         rounds = "end"
-        if self.jagged and not self.slow:
+        if self.jagged and not self.any_order:
             rounds = "team.most(end - span.begin)"
         self.put(f"const i32 most = {rounds};")
         self.put("for (i32 done = 0; done < most; done += kOwn * team.size) {")
@@ -109,6 +113,10 @@ class Regions(Pools):
             else:
                 joined = f"join_missing<{kind}>(r{dst}, lost{dst}, missed{dst}.any(), "
             self.put(f"{joined}kLanes / kShare, team.size);")
+        if self.variant is Variant.LONG:
+            for b in reductions:
+                dst, kind = (b.args[2], b.args[1]) if b.op == "POOL" else (b.args[1], b.args[0])
+                self.put(f"join_parts<{KINDS[kind]}>(r{dst}, me, kLanes, parts);")
         self.one_hots(i, pools)
         self.depth -= 1
         self.put("}")
@@ -185,7 +193,7 @@ class Regions(Pools):
         self.put("const auto numbers = [&](i32 at_q, const Read& raw) -> Position {")
         self.depth += 1
         self.put("Position now;")
-        match = f" && seg_{region.args[1]}(at_q) == bag" if self.slow else ""
+        match = f" && seg_{region.args[1]}(at_q) == bag" if self.any_order else ""
         self.put(f"const bool in = at_q < end{match};")
         self.place(region, any(b.op == "AFFINE" for b in code), "at_q")
         for b in code:
@@ -228,10 +236,15 @@ class Regions(Pools):
         else:
             sizes = [self.slot(s) for s in i.args[1:]]
             self.put(f"const i32 total = static_cast<i32>({' * '.join(sizes) or '1'});")
-        if not self.jagged or self.slow:
+        if not self.jagged or self.any_order:
             self.put("const Range span{0, total};")
             return
-        self.put(f"const Range span = {self.range_of(i, 'bag')};")
+        span = self.range_of(i, "bag")
+        if self.variant is Variant.LONG:
+            span = f"parts.of({span})"
+        elif self.schedule.long:  # rows without vectors are rare, and have no code for long bags
+            span = f"kVec == {self.u.vec} ? unless_long({span}) : {span}"
+        self.put(f"const Range span = {span};")
 
     def range_of(self, i: Instr, bag: str) -> str:
         """The positions of a jagged bag, as text."""
@@ -271,7 +284,11 @@ class Regions(Pools):
     def stageable(self, i: Instr, b: Instr) -> bool:
         """Whether positions read it side by side with their neighbours, in four or eight bytes."""
         splits = self.splits(i)
-        if not self.jagged or self.slow or (splits is not None and splits[0] == "LENGTHS"):
+        if (
+            not self.jagged
+            or self.variant is not Variant.USUAL
+            or (splits is not None and splits[0] == "LENGTHS")
+        ):
             return False
         _, buffer, _, _, *strides = b.args
         return self.u.dtypes[buffer] in _STAGED and [self.u.constants.get(s) for s in strides] == [

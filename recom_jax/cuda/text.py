@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 
 from recom_jax.cuda.units import UnitClass, reads, walk, writes
@@ -24,9 +25,10 @@ class Unsupported(EncodeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
-    """What may be chosen freely. Results are the same but for `slices`: the order of a jagged bag's sum follows it.
+    """What may be chosen freely. Results are the same but for `slices` and `long`, by the order of a jagged bag's sum.
 
-    The first two are the kernel's text, the others the plan's: 0 is what its cost model says (csrc/cuda_cost.h).
+    The first two and `long` are the kernel's text, the others the plan's: 0 is what its cost model says
+    (csrc/cuda_cost.h).
 
     Attributes:
       flight: rows that a lane of a bag has on their way at once.
@@ -34,6 +36,7 @@ class Schedule:
       slices: positions, in thousandths, that a slice of a jagged bag has at least.
       run: bytes of adjacent columns' results that a tile writes side by side.
       tiles: of a multiprocessor, aimed at.
+      long: all warps of a block sum up a jagged bag of 2,048 positions or more. `Options.long_bags` says so.
     """
 
     flight: int = 4
@@ -41,6 +44,7 @@ class Schedule:
     slices: int = 0
     run: int = 0
     tiles: int = 0
+    long: bool = False
 
     @property
     def plan(self) -> tuple[int, int, int]:
@@ -48,12 +52,22 @@ class Schedule:
         return self.slices, self.run, self.tiles
 
 
+class Variant(enum.Enum):
+    """Which of a class's functions a text is. Jagged bags have two or, if `Schedule.long`, three; others one."""
+
+    USUAL = 0
+    ANY = 1  # segment ids in any order
+    LONG = 2  # bags that all warps of a block sum up
+
+
 class Text:
     """Text under construction for one unit class."""
 
-    def __init__(self, cls: UnitClass, number: int, schedule: Schedule, slow: bool = False) -> None:
+    def __init__(
+        self, cls: UnitClass, number: int, schedule: Schedule, variant: Variant = Variant.USUAL
+    ) -> None:
         self.schedule = schedule
-        self.slow = slow  # jagged bags of segment ids in any order
+        self.variant = variant
         self.u, self.cls, self.number = cls, cls.cls, number
         self.lines: list[str] = []
         self.depth = 1

@@ -107,7 +107,8 @@ def search(
     for name, values in axes:
         start = best
         for value in values:
-            candidate = dataclasses.replace(start, **{name: value})
+            chosen: dict[str, Any] = {name: value}
+            candidate = dataclasses.replace(start, **chosen)
             step(candidate)
             ms = timer(candidate)
             tried += 1
@@ -180,7 +181,7 @@ def _decode(data: bytes) -> Schedule | None:
     """A kept schedule, if this version would try it."""
     try:
         read = json.loads(data)
-        made = Schedule(**{f.name: read[f.name] for f in dataclasses.fields(Schedule)})
+        made = Schedule(**{name: read[name] for name, _ in AXES})
     except (ValueError, KeyError, TypeError):
         return None
     for name, values in AXES:
@@ -354,7 +355,7 @@ def _progress(total: int, columns: int) -> Iterator[Callable[[Schedule], None]]:
 
 
 def _text(schedule: Schedule) -> str:
-    return ", ".join(f"{f.name} {getattr(schedule, f.name)}" for f in dataclasses.fields(schedule))
+    return ", ".join(f"{name} {getattr(schedule, name)}" for name, _ in AXES)
 
 
 __all__ = ["AXES", "Found", "axes_of", "measure", "schedule_for", "search", "values"]

@@ -186,6 +186,60 @@ RECOM_FN i32 count_shared(i32* at) {
 #endif
 }
 
+// ---- bags that take a block ----
+//
+// A warp would have to go through a bag of thousands of positions alone, long after all others are done. It leaves such a bag,
+// as if it were empty, to its block, whose teams sum up a part each when the other bags are done; the parts' sums are joined
+// in their order. Which bags those are depends on their lengths alone, and so do the parts: results stay deterministic.
+// Kernels have such code only if `Schedule.long` asks for it: what each bag is asked costs 1 to 3 percent.
+
+constexpr i32 kLongBag = 2048;
+RECOM_FN bool is_long(const Range& r) { return r.end - r.begin >= kLongBag; }
+RECOM_FN i32* met_long() {
+  __shared__ i32 met;
+  return &met;
+}
+RECOM_FN Range unless_long(const Range& r) {
+  if (!is_long(r)) return r;
+  *static_cast<volatile i32*>(met_long()) = 1;  // a plain store: nothing that a register would have to be kept for
+  return Range{r.begin, r.begin};
+}
+// Before the first bag; and where bags turn out not to lie side by side, so that all are summed up another way.
+RECOM_FN void no_long_bags() { *static_cast<volatile i32*>(met_long()) = 0; }
+// All warps are through with their bags: the caller has met them at a barrier. This one tells the compiler that all threads
+// go the same way: it would not believe that warps are together in the loop before, and synchronize them at each shuffle.
+RECOM_FN bool block_met_long() { return __syncthreads_or(*static_cast<volatile i32*>(met_long()) != 0) != 0; }
+
+// The part of a long bag that a thread's team sums up.
+struct Parts {
+  int rank, number;
+
+  RECOM_FN explicit Parts(const WarpWorker& me)
+      : rank(static_cast<int>(threadIdx.x) / 32 * me.step + me.first), number(kThreads / 32 * me.step) {}
+  RECOM_FN Range of(const Range& r) const {
+    const i32 n = r.end > r.begin ? r.end - r.begin : 0, each = (n + number - 1) / number;
+    const i32 first = each * rank < n ? each * rank : n, last = first + each < n ? first + each : n;
+    return Range{r.begin + first, r.begin + last};
+  }
+};
+
+// Joins the teams' parts, in their order; all threads of the block call it, and have the result.
+template <int kKind, class T>
+RECOM_FN void join_parts(T& acc, const WarpWorker& me, int lanes, const Parts& parts) {
+  static_assert(sizeof(T) <= 8 && kThreads * 8 <= kStageBytes, "a part's number does not fit");
+  T* const all = reinterpret_cast<T*>(stage_memory());
+  __syncthreads();
+  if (me.slice == 0) all[parts.rank * lanes + me.lane] = acc;
+  __syncthreads();
+  acc = all[me.lane];
+  for (int k = 1; k < parts.number; ++k) acc = combine<kKind>(acc, all[k * lanes + me.lane]);
+}
+template <int kKind, class T, int N>
+RECOM_FN void join_parts(Row<T, N>& acc, const WarpWorker& me, int lanes, const Parts& parts) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) join_parts<kKind>(acc.v[i], me, lanes, parts);
+}
+
 // Jagged bags take a warp longer or shorter, so the warps of a block take the next ones as they get ready. Which warp
 // sums a bag up makes no difference to the sum.
 struct Turn {
