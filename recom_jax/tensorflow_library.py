@@ -36,8 +36,7 @@ OLDEST = (2, 21)
 SOURCES = (
     "kernels_avx512.cc", "kernels_avx2.cc", "kernels_base.cc", "ffi_handler.cc", "class_decoder.cc", "plan.cc",
     "plan_chunks.cc", "program.cc", "interp.cc", "exec.cc", "exec_bags.cc", "exec_regions.cc", "row_sums.cc",
-    "row_sums_words.cc",
-    "tensorflow/library.cc",
+    "row_sums_words.cc", "tensorflow/library.cc",
 )  # fmt: skip
 FLAGS = (
     "-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno",
