@@ -16,7 +16,6 @@ from test_serve import MODEL, PLAIN, fill, make_batch, make_params, model
 import recom_jax
 from recom_jax import _recom, pack, stage
 from recom_jax.errors import BatchError, BatchTypeError, DeletedError
-from tests.helpers import cpu_only
 
 ROWS = 20_000  # 720 KB: 11 chunks, large enough to be packed while the call is dispatched
 PIECE = 128 << 10
@@ -46,7 +45,7 @@ def serve(params: Any) -> Any:
 
 
 def flights() -> stage.Flights:
-    return stage._flights(jax.devices("cpu")[0])
+    return stage._flights(jax.devices()[0])
 
 
 def same(got: Any, want: Any) -> None:
@@ -109,7 +108,6 @@ def test_leaves_of_other_types_and_strides(params: Any) -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 3, 10])
-@cpu_only("slots of a failed call come back with the next one that has run")
 def test_a_copy_that_fails_fails_the_call(serve: Any, params: Any, chunk: int) -> None:
     batch = make_batch(ROWS)
     want = np.asarray(PLAIN(params, batch))
