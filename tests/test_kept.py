@@ -165,12 +165,20 @@ def test_what_decides_is_part_of_the_key(
     assert key() not in keys
 
 
+def test_an_inner_jaxpr_counts_with_its_constants() -> None:
+    """JAX's text of one does not tell what they are."""
+    bins = [np.array([low, 5.5, 6.5], np.float32) for low in (1.0, 2.0, 1.0)]
+    inner = [
+        jax.make_jaxpr(functools.partial(lambda b, x: x + jnp.asarray(b), b))(bins[0]) for b in bins
+    ]
+    one, other, again = (kept._Text().value(j) for j in inner)
+    assert one == again != other
+
+
 @pytest.mark.parametrize("loop", ["scan", "map", "cond"])
 def test_constants_of_inner_functions_are_part_of_the_key(
     options: recom_jax.Options, loop: str
 ) -> None:
-    """JAX's text of an inner jaxpr does not tell what its constants are."""
-
     def run(bins: np.ndarray[Any, Any], params: Any, batch: Any) -> Any:
         def one(x: Any) -> Any:
             return params["a"][jnp.digitize(x, bins)] * jnp.asarray(bins[:4])
