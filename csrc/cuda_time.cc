@@ -1,7 +1,10 @@
 #include "cuda_time.h"
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -43,6 +46,53 @@ struct Prepared {
   Memory table;                           // of addresses, where they are no parameters
   std::vector<std::vector<char>> points;  // parameters of the kernel that fills it
 };
+
+// Should a stream take in fewer launches than are to be timed, the host waits for it: it goes on by
+// itself.
+constexpr auto kPatience = std::chrono::milliseconds(100);
+
+// Holds a stream back until what shall be timed is queued behind: a launch with kilobytes of
+// parameters takes the host as long as a small kernel takes the device.
+class Gate {
+ public:
+  Gate(const Driver& d, Stream stream) : d_(d), stream_(stream) {}
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  ~Gate() { end(); }
+  void close() {
+    set(false);
+    d_.check(d_.host_function(stream_, &Gate::wait, this), "hold a stream back");
+  }
+  void open() { set(true); }
+  // Opens it for good. The stream may not have looked yet.
+  void end() {
+    open();
+    if (stream_) d_.stream_synchronize(stream_);
+    stream_ = nullptr;
+  }
+
+ private:
+  void set(bool open) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_ = open;
+    changed_.notify_all();
+  }
+  static void wait(void* self) {
+    auto* gate = static_cast<Gate*>(self);
+    std::unique_lock<std::mutex> lock(gate->mutex_);
+    gate->changed_.wait_for(lock, kPatience, [gate] { return gate->open_; });
+  }
+
+  const Driver& d_;
+  Stream stream_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = true;
+};
+
+// Launches that a stream surely takes in while it is held back; with more of them the host would
+// wait.
+constexpr size_t kQueued = 256;
 
 // Parameters of recom_point for all buffers of a launch.
 std::vector<std::vector<char>> points_of(Pointer table, const std::vector<uint64_t>& buffers) {
@@ -116,18 +166,24 @@ std::vector<double> time_launches(std::string_view image, int pointers,
   };
   call();
   d.check(d.stream_synchronize(stream), "run the kernel");
+  size_t queued = 0;
+  for (const Prepared& p : prepared) queued += calls * (1 + p.points.size());
   std::vector<double> out;
+  Gate gate(d, stream);
   for (int r = 0; r < repeats; ++r) {
+    if (queued <= kQueued) gate.close();
     if (flush_bytes)
       d.check(d.mem_set_async(flush.at(), r & 255, flush_bytes, stream), "set memory");
     d.check(d.event_record(begin, stream), "record an event");
     for (int c = 0; c < calls; ++c) call();
     d.check(d.event_record(end, stream), "record an event");
+    gate.open();
     d.check(d.event_synchronize(end), "run the kernel");
     float ms = 0;
     d.check(d.event_elapsed(&ms, begin, end), "tell a time");
     out.push_back(static_cast<double>(ms) / calls);
   }
+  gate.end();
   d.event_destroy(begin);
   d.event_destroy(end);
   d.stream_destroy(stream);
