@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"[bold]{name}[/bold] ({k} of {len(todo)}): {case.title}, "
                       f"about {case.minutes:g} min; load {load}")  # fmt: skip
         if args.force and case.pieces is not None:
-            for piece in case.pieces(settings):
+            for piece in args.pieces or case.pieces(settings):
                 pieces.path_of(out / "kept", name, piece).unlink(missing_ok=True)
         command = command_of(args, name, out)
         if subprocess.run(command, cwd=machine.ROOT, env=environment).returncode:
