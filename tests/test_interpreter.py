@@ -993,6 +993,20 @@ def test_wrong_buffers():
             _recom.run_program(program, binding, ops, res, 1)
 
 
+def test_little_work_wakes_nobody():
+    rng = np.random.default_rng(12)
+    table = rng.normal(size=(500, 16)).astype(np.float32)
+
+    def chunks(bags):
+        ids = rng.integers(0, 500, (bags, 10)).astype(np.int32)
+        before = _recom.program_stats()["chunks_run"]
+        pool(ids, table, SUM, threads=2)
+        return _recom.program_stats()["chunks_run"] - before
+
+    assert chunks(256) == 1
+    assert chunks(8192) > 1
+
+
 def test_threads_and_concurrent_calls():
     rng = np.random.default_rng(11)
     table = rng.normal(size=(500, 8)).astype(np.float32)
