@@ -67,6 +67,7 @@ inline constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHost
   X(mem_set_async, "cuMemsetD8Async", (Pointer, unsigned char, size_t, Stream))                                  \
   X(event_elapsed, "cuEventElapsedTime", (float*, Event, Event))                                                 \
   X(stream_wait_event, "cuStreamWaitEvent", (Stream, Event, unsigned))                                           \
+  X(launch_host, "cuLaunchHostFunc", (Stream, void (*)(void*), void*))                                           \
   X(event_create, "cuEventCreate", (Event*, unsigned))                                                           \
   X(event_record, "cuEventRecord", (Event, Stream))                                                              \
   X(event_query, "cuEventQuery", (Event))                                                                        \
