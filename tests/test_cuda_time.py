@@ -58,7 +58,8 @@ int cuEventSynchronize(void*) { if (worker.joinable()) worker.join(); return 0; 
 int cuStreamSynchronize(void*) { if (worker.joinable()) worker.join(); return 0; }
 int cuEventElapsedTime(float* ms, void*, void*) { *ms = 20; return 0; }
 int cuModuleUnload(void*) {
-  std::printf("launches %d gates %d most %d recorded %d\n", launches.load(), gates.load(), most.load(), recorded.load());
+  std::printf("launches %d gates %d most %d recorded %d\n", launches.load(), gates.load(), most.load(),
+              recorded.load());
   std::fflush(stdout);
   return 0;
 }
