@@ -24,7 +24,7 @@ QUICK_RESULTS = machine.ROOT / "build" / "benchmarks"
 def parser() -> argparse.ArgumentParser:
     from benchmarks.cases import ALL
 
-    cases = "\n".join(f"  {c.name:<14}{c.title} (about {c.minutes:g} min)" for c in ALL)
+    cases = "\n".join(f"  {c.name:<16} {c.title} (about {c.minutes:g} min)" for c in ALL)
     p = argparse.ArgumentParser(
         prog="python -m benchmarks", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Runs the benchmarks. Cases that this machine has results of, with the same versions "

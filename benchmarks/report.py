@@ -183,13 +183,14 @@ def corun_table(cases: Sequence[Data]) -> list[str]:
             if not {IDEAL, UNFUSED, CORUN} <= set(ms):
                 continue
             modes = [number(ms[m]) if m in ms else "" for m in CORUN_MODES]
+            weight = f"{ms[UNFUSED] / ms[IDEAL] - 1:.2f}"
             compared = [f"{ms[CORUN] / ms[IDEAL]:.3f}", f"{ms[UNFUSED] / ms[CORUN]:.2f}"]
-            lines.append([group, *modes, *compared])
+            lines.append([group, *modes, weight, *compared])
     if not lines:
         return []
     head = ["preprocessing beside training, ms a step"]
     head += [f"{CORUN_MODES[m]}:" for m in CORUN_MODES]
-    head += ["co-run / ideal:", "unfused / co-run:"]
+    head += ["unfused weighs:", "co-run / ideal:", "unfused / co-run:"]
     return [*table(head, lines), ""]
 
 

@@ -65,9 +65,9 @@ inline constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHost
   X(stream_synchronize, "cuStreamSynchronize", (Stream))                                                         \
   X(stream_destroy, "cuStreamDestroy_v2", (Stream))                                                              \
   X(mem_set_async, "cuMemsetD8Async", (Pointer, unsigned char, size_t, Stream))                                  \
+  X(host_function, "cuLaunchHostFunc", (Stream, void (*)(void*), void*))                                         \
   X(event_elapsed, "cuEventElapsedTime", (float*, Event, Event))                                                 \
   X(stream_wait_event, "cuStreamWaitEvent", (Stream, Event, unsigned))                                           \
-  X(launch_host, "cuLaunchHostFunc", (Stream, void (*)(void*), void*))                                           \
   X(event_create, "cuEventCreate", (Event*, unsigned))                                                           \
   X(event_record, "cuEventRecord", (Event, Stream))                                                              \
   X(event_query, "cuEventQuery", (Event))                                                                        \

@@ -1,9 +1,9 @@
 #include "cuda_time.h"
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -47,6 +47,53 @@ struct Prepared {
   std::vector<std::vector<char>> points;  // parameters of the kernel that fills it
 };
 
+// Should a stream take in fewer launches than are to be timed, the host waits for it: it goes on by
+// itself.
+constexpr auto kPatience = std::chrono::milliseconds(100);
+
+// Holds a stream back until what shall be timed is queued behind: a launch with kilobytes of
+// parameters takes the host as long as a small kernel takes the device.
+class Gate {
+ public:
+  Gate(const Driver& d, Stream stream) : d_(d), stream_(stream) {}
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  ~Gate() { end(); }
+  void close() {
+    set(false);
+    d_.check(d_.host_function(stream_, &Gate::wait, this), "hold a stream back");
+  }
+  void open() { set(true); }
+  // Opens it for good. The stream may not have looked yet.
+  void end() {
+    open();
+    if (stream_) d_.stream_synchronize(stream_);
+    stream_ = nullptr;
+  }
+
+ private:
+  void set(bool open) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_ = open;
+    changed_.notify_all();
+  }
+  static void wait(void* self) {
+    auto* gate = static_cast<Gate*>(self);
+    std::unique_lock<std::mutex> lock(gate->mutex_);
+    gate->changed_.wait_for(lock, kPatience, [gate] { return gate->open_; });
+  }
+
+  const Driver& d_;
+  Stream stream_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = true;
+};
+
+// Launches that a stream surely takes in while it is held back; with more of them the host would
+// wait.
+constexpr size_t kQueued = 256;
+
 // Parameters of recom_point for all buffers of a launch.
 std::vector<std::vector<char>> points_of(Pointer table, const std::vector<uint64_t>& buffers) {
   std::vector<std::vector<char>> out;
@@ -60,46 +107,6 @@ std::vector<std::vector<char>> points_of(Pointer table, const std::vector<uint64
   }
   return out;
 }
-
-// Holds a stream back until it is opened, so that the launches behind it follow one another on the
-// device however slowly the host makes them: short kernels would be timed as their launches else.
-class Gate {
- public:
-  Gate(const Driver& d, Stream stream) : state_(std::make_shared<State>()) {
-    auto* held = new std::shared_ptr<State>(state_);
-    const Result code = d.launch_host(stream, &Gate::wait, held);
-    if (code != 0) delete held;
-    d.check(code, "hold a stream back");
-  }
-  ~Gate() { open(); }
-  Gate(const Gate&) = delete;
-  Gate& operator=(const Gate&) = delete;
-
-  void open() {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->opened = true;
-    state_->changed.notify_all();
-  }
-
- private:
-  struct State {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool opened = false;
-  };
-
-  static void wait(void* held) {
-    const std::unique_ptr<std::shared_ptr<State>> mine(static_cast<std::shared_ptr<State>*>(held));
-    State& state = **mine;
-    std::unique_lock<std::mutex> lock(state.mutex);
-    state.changed.wait(lock, [&] { return state.opened; });
-  }
-
-  std::shared_ptr<State> state_;  // the stream's thread may wake up after the gate is gone
-};
-
-// A stream takes about a thousand launches before the next one waits: for a closed gate, forever.
-constexpr int kHeldLaunches = 500;
 
 }  // namespace
 
@@ -142,7 +149,6 @@ std::vector<double> time_launches(std::string_view image, int pointers,
   d.check(d.event_create(&begin, 0), "create an event");
   d.check(d.event_create(&end, 0), "create an event");
   const auto call = [&] {
-    int made = 0;
     for (Prepared& p : prepared) {
       if (p.blocks == 0) continue;
       for (auto& given : p.points) {
@@ -151,29 +157,25 @@ std::vector<double> time_launches(std::string_view image, int pointers,
         d.check(
             d.launch(point, kBlocks, 1, 1, recom_cuda::kThreads, 1, 1, 0, stream, args, nullptr),
             "launch");
-        ++made;
       }
       void* args[] = {p.params.data()};
       d.check(
           d.launch(kernel, p.blocks, 1, 1, recom_cuda::kThreads, 1, 1, 0, stream, args, nullptr),
           "launch");
-      ++made;
     }
-    return made;
   };
   call();
   d.check(d.stream_synchronize(stream), "run the kernel");
+  size_t queued = 0;
+  for (const Prepared& p : prepared) queued += calls * (1 + p.points.size());
   std::vector<double> out;
+  Gate gate(d, stream);
   for (int r = 0; r < repeats; ++r) {
+    if (queued <= kQueued) gate.close();
     if (flush_bytes)
       d.check(d.mem_set_async(flush.at(), r & 255, flush_bytes, stream), "set memory");
-    Gate gate(d, stream);
     d.check(d.event_record(begin, stream), "record an event");
-    int held = 0;
-    for (int c = 0; c < calls; ++c) {
-      held += call();
-      if (held >= kHeldLaunches) gate.open();
-    }
+    for (int c = 0; c < calls; ++c) call();
     d.check(d.event_record(end, stream), "record an event");
     gate.open();
     d.check(d.event_synchronize(end), "run the kernel");
@@ -181,6 +183,7 @@ std::vector<double> time_launches(std::string_view image, int pointers,
     d.check(d.event_elapsed(&ms, begin, end), "tell a time");
     out.push_back(static_cast<double>(ms) / calls);
   }
+  gate.end();
   d.event_destroy(begin);
   d.event_destroy(end);
   d.stream_destroy(stream);

@@ -12,7 +12,7 @@ from recom_jax import corun
 from recom_jax.cache import Cache
 from recom_jax.corun import kernels, probe_stream, runtime
 from recom_jax.corun.cost import NOTHING, Device, Work, both, rest_of
-from recom_jax.corun.duel import ROUNDS, duel, rivals
+from recom_jax.corun.duel import ROUNDS, Pair, duel, loss, pairs, rivals
 from recom_jax.corun.plan import Measured, PrepOp, Stage
 from recom_jax.corun.planner import plan_for_kernels
 from recom_jax.corun.search import search
@@ -54,6 +54,16 @@ def test_what_fits_takes_no_longer_than_asked(share: float) -> None:
         if part:  # to within a turn of the blocks
             assert DEVICE.kernel_us(load + work * part, share) <= us + 1.0 + 400 / 400 / blocks
     assert DEVICE.fits(work, NOTHING, share, 6.0) == 0  # its slowest tile does not
+
+
+def test_between_few_blocks_and_many_the_excess_is_what_was_measured() -> None:
+    d = Device(2.0, processors=4, filled=((0.5, 1.0), (2.0, 1.2), (8.0, 1.0)))
+    assert [d.excess(b) for b in (1, 2, 8, 32, 64)] == [1.0, 1.0, 1.2, 1.0, 1.0]
+    assert d.excess(4) == pytest.approx(1.1)  # between two, by their logarithms
+    work = tiles(640, turn=0, full=0.5)
+    assert d.kernel_us(work, 0.25) == pytest.approx(2 + 1.2 * 320)
+    part = d.fits(work, NOTHING, 0.25, 100.0)
+    assert d.kernel_us(work * part, 0.25) <= 100.0
 
 
 def ops(n: int) -> list[PrepOp]:
@@ -102,6 +112,41 @@ def test_what_is_fitted_is_what_was_measured() -> None:
     every = probe_stream.work_of(k, p.classes, range(len(k.units)))
     assert every.tiles == 10 and every.memory_us < 4.0  # together, not one by one
     assert p.device.kernel_us(every, 1.0) == pytest.approx(6.0, rel=0.01)
+
+
+def test_random_parts_tell_the_excess() -> None:
+    k, took = compiled(), {"share 1.0": 40.0}
+    for c in {u.cls for u in k.units}:
+        took |= {f"tile {c}": 2.0 + c, f"few {c}": 80.0, f"class {c}": 30.0}
+    bare, classes = probe_stream.fitted(k, took, 1)
+    fits = [((0, 1), s) for s in (1.0, 0.25, 0.25, 0.25)]
+    for n, (units, share) in enumerate(fits):
+        said = bare.kernel_us(probe_stream.work_of(k, classes, units), share) - 2.0
+        took[f"fit {n}"] = 2.0 + said * (1.0, 1.1, 1.3, 1.2)[n]
+    device, same = probe_stream.fitted(k, took, 1, fits)
+    assert same == classes
+    assert device.excess(8) == pytest.approx(1.0) and device.excess(2) == pytest.approx(1.2)
+
+
+def test_what_kernels_cost_is_the_median_of_pairs() -> None:
+    """One bad run in either order changes nothing; a wait for kernels counts, a gap between steps does not."""
+    runs: list[str] = []
+
+    def run(schedule_for: Any) -> Times:
+        mode = schedule_for(compiled()).mode
+        runs.append("front" if mode == runtime.SEQUENTIAL else "planned")
+        slow = len(runs) in (3, 8)
+        if mode == runtime.SEQUENTIAL:
+            return Times((), (), (1.5 if slow else 1.0,), (1.3,))
+        step = 1.5 if slow else 1.004
+        return Times((), (), (step,), (step + 0.01,))
+
+    plan = runtime.whole(compiled(), runtime.PLAN)
+    found = pairs(plan, run, 5)
+    assert runs[:4] == ["planned", "front", "front", "planned"] and len(found) == 5
+    assert loss(found) == pytest.approx(0.004, abs=1e-6)
+    waits = [*found[:2], Pair(1000.0, 1004.0, 1054.0), *[Pair(1000.0, 1004.0, 1044.0)] * 4]
+    assert loss(waits) == pytest.approx(0.034, abs=1e-6)
 
 
 def test_plans_are_held_against_one_another(tmp_path: pathlib.Path) -> None:

@@ -282,3 +282,14 @@ def test_pipelines_plan(probes: bool) -> None:
     assert len(list(pipe.run(state, [raw_batch()] * 3))) == 3
     again = pipe.make_plan(state, raw_batch())
     assert not any("preprocessing's time" in text for text in again.assumed)
+
+
+def test_no_plan_is_slower_than_everything_in_front() -> None:
+    """Levels are kernels of their own, in front of the step as well: one that computes, one that moves memory."""
+    ops = [PrepOp(f"a{k}", "clamp", (f"C{k}",), (), 100.0, 5.0, 20.0) for k in range(6)]
+    ops += [
+        PrepOp(f"b{k}", "stack", (f"C{k}",), (f"a{k}",), 1.0, 0.0, 90.0, True) for k in range(6)
+    ]
+    for us in (10.0, 300.0, 3000.0):
+        plan = search([*ops], [Stage("s", us, 0.5, 0.5)])
+        assert plan.ideal_us <= plan.predicted_us <= plan.sequential_us, plan

@@ -160,13 +160,13 @@ def recom_bytes(model: RecomModel, batch: Any) -> int:
     return moved
 
 
-def copy_bandwidth(nbytes: int = 1 << 30) -> float:
-    """TB/s of a large copy on the device, read and written bytes both counted."""
+def copy_bandwidth(nbytes: int = 1 << 28) -> float:
+    """TB/s of a large copy on the device, read and written bytes both counted. All calls' results exist at once."""
     x = jnp.zeros(nbytes // 4, jnp.float32)
     copy = jax.jit(
         lambda a: a + 1
     )  # XLA's code for single bytes is far from the memory's bandwidth
-    us = pipelined(copy, x, calls=4, repeats=5)
+    us = pipelined(copy, x, calls=12, repeats=5)
     return 2 * nbytes / float(np.median(us)) / 1e6
 
 

@@ -137,7 +137,8 @@ def run(context: Context, number: int) -> Result:
     like = plan.model(dim=8, small=True) if quick else plan.model()
     fields = {f.name: getattr(like, f.name) for f in dataclasses.fields(like)}
     model = Dlrm(**fields | {"rate": gpu_corun.RATE})
-    distinct = list(plan.raw_batches(2 if quick else gpu_corun.DISTINCT, size))
+    with context.progress.step(f"RAP plan {number}: raw batches"):
+        distinct = list(plan.raw_batches(2 if quick else gpu_corun.DISTINCT, size))
     raws = [distinct[k % len(distinct)] for k in range(12 if quick else gpu_corun.STEPS)]
     rounds = min(context.settings.plan.rounds, 5)
     what = f"RAP plan {number}, {plan.operators} operators, {mesh.devices.size} GPUs, batch {size}"
@@ -152,7 +153,10 @@ def run(context: Context, number: int) -> Result:
         parted = Parted(model, mesh, mapped)
         pipe = corun.Pipeline(parted.prep(plan), parted.step(), mesh, options, specs=parted.specs)
         modes = None if mapped else (IDEAL, CORUN)
-        with context.progress.step(f"{what}: {'' if mapped else 'without mapping, '}rounds"):
+        which = "" if mapped else "without mapping, "
+        with context.progress.step(f"{what}: {which}preprocessing kernels"):
+            pipe.streams(distinct[0])
+        with context.progress.step(f"{what}: {which}{rounds} rounds"):
             corun.measure(pipe, parted.init, raws, rounds=rounds, rtol=0.05, modes=modes)
         if mapped:
             times |= pipe.baselines

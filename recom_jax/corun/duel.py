@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Callable, Sequence
 
 from recom_jax.cache import Cache, key_of
@@ -89,12 +90,52 @@ def duel(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A run with everything in front of the step, and one with a schedule: medians in microseconds.
+
+    Attributes:
+      bare_us: the step alone; step_us: beside kernels; period_us: from one step's beginning to the next one's.
+    """
+
+    bare_us: float
+    step_us: float
+    period_us: float
+
+
+def pairs(schedule: rt.Schedule, run: Run, rounds: int) -> list[Pair]:
+    """What the step takes with nothing beside it and with a schedule, in turns that change places."""
+    made = []
+    for k in range(rounds):
+        seen: dict[str, Times] = {}
+        for name in ("front", "planned") if k % 2 else ("planned", "front"):
+            seen[name] = run(_front if name == "front" else lambda _: schedule)
+        planned = seen["planned"]
+        made.append(
+            Pair(median(seen["front"].steps), median(planned.steps), median(planned.periods))
+        )
+    return made
+
+
+def loss(found: Sequence[Pair]) -> float:
+    """What kernels cost the step, in parts of it: the median over rounds.
+
+    Between two steps is what their dispatch takes, which is no loss, and the wait for kernels, which is.
+    """
+    between = max(0.0, min(p.period_us - p.step_us for p in found))
+    return statistics.median((p.period_us - between) / p.bare_us for p in found) - 1
+
+
+def _front(kernels: PrepKernels) -> rt.Schedule:
+    return rt.whole(kernels, rt.SEQUENTIAL)
+
+
 def measured(schedules: Sequence[rt.Schedule], run: Run) -> tuple[float, list[float]]:
     """Microseconds from step to step with nothing beside it, and with each schedule: the best of interleaved runs."""
     seen: list[list[tuple[float, float]]] = [[] for _ in schedules]
     bare: list[float] = []
     for _ in range(ROUNDS):
-        bare.append(median(run(lambda k: rt.whole(k, rt.SEQUENTIAL)).steps))
+        bare.append(median(run(_front).steps))
         for times, schedule in zip(seen, schedules, strict=True):
             t = run(lambda _, schedule=schedule: schedule)  # type: ignore[misc]
             times.append((median(t.periods), median(t.steps)))

@@ -1,9 +1,9 @@
 """The capacity probe on a GPU: the user's own kernels beside the user's own step, timed by device events.
 
 One run in front of the step times kernels alone: each class of code (a tile by itself, on few processors and on all),
-and parts drawn at random that nothing is fitted to (how far the model is off). A run without kernels times the step's
-stages. Then everything is run beside each stage in turn, with several shares of the device: what the step loses to it
-is what the stage does not leave free. All times are the device's, by events: how busy the host is does not show.
+parts drawn at random, and others that nothing is fitted to (how far the model is off). A run without kernels times the
+step's stages. Then everything is run beside each stage in turn, with several shares of the device: what the step loses
+to it is what the stage does not leave free. All times are the device's, by events: how busy the host is does not show.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from recom_jax.trace import flatten
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 BESIDE = (0.5, 0.25, 0.125, 0.0625)
 FEW = SHARES[-1]  # a share with which a processor has a block at most
-PARTS = 24
+PARTS = 48  # that nothing is fitted to
+FITS = 3  # for each share, besides everything
 STEPS = 60  # of a run; the ring of samples drops the last ones
 WARM = 10
 
@@ -54,6 +55,9 @@ class ClassCost:
     alone_us: float
     turn_us: float
     full_us: float
+
+
+Part = tuple[tuple[int, ...], float]  # units, and the share of the device that they get
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Probed:
         d = json.loads(raw)
         return cls(
             tuple(Stage(**s) for s in d["stages"]),
-            Device(**d["device"]),
+            Device(**d["device"] | {"filled": tuple(map(tuple, d["device"]["filled"]))}),
             tuple(ClassCost(**c) for c in d["classes"]),
             tuple((float(s), float(p), float(m)) for s, p, m in d["parts"]),
             tuple(Beside(**b) for b in d["beside"]),
@@ -156,10 +160,8 @@ def median(values: Sequence[float]) -> float:
     return 1e3 * statistics.median(late) if late else math.nan
 
 
-def alone(
-    kernels: PrepKernels, seed: int = 0
-) -> tuple[rt.Schedule, list[tuple[tuple[int, ...], float]]]:
-    """The schedule of the run in front of the step, and the (units, share) of its random parts."""
+def alone(kernels: PrepKernels, seed: int = 0) -> tuple[rt.Schedule, list[Part], list[Part]]:
+    """The schedule of the run in front of the step, and its random parts: to fit to, and held out."""
     n = len(kernels.units)
     everything = tuple((k, 0.0, 1.0) for k in range(n))
     launches = [rt.Launch("first", 0, SHARES[0], everything)]  # brings the batch near
@@ -175,20 +177,25 @@ def alone(
             rt.Launch(f"class {c}", 0, 1.0, pieces),
         ]
     rng = np.random.default_rng(seed)
-    parts: list[tuple[tuple[int, ...], float]] = []
-    for k in range(PARTS):
-        size = int(rng.integers(max(1, n // 4), n + 1))
-        units = tuple(sorted(int(u) for u in rng.choice(n, size, replace=False)))
-        share = float(SHARES[int(rng.integers(len(SHARES)))])
-        parts.append((units, share))
-        launches.append(rt.Launch(f"part {k}", 0, share, tuple((u, 0.0, 1.0) for u in units)))
-    return rt.Schedule(rt.SEQUENTIAL, tuple(launches)), parts
+    fits = [(_drawn(rng, n), s) for s in SHARES for _ in range(FITS)]
+    parts = [(_drawn(rng, n), float(rng.choice(SHARES))) for _ in range(PARTS)]
+    for name, drawn in (("fit", fits), ("part", parts)):
+        for k, (units, share) in enumerate(drawn):
+            pieces = tuple((u, 0.0, 1.0) for u in units)
+            launches.append(rt.Launch(f"{name} {k}", 0, share, pieces))
+    return rt.Schedule(rt.SEQUENTIAL, tuple(launches)), fits, parts
+
+
+def _drawn(rng: np.random.Generator, n: int) -> tuple[int, ...]:
+    """A quarter of the units, or more."""
+    size = int(rng.integers(max(1, n // 4), n + 1))
+    return tuple(sorted(int(u) for u in rng.choice(n, size, replace=False)))
 
 
 def fitted(
-    kernels: PrepKernels, took: dict[str, float], processors: int
+    kernels: PrepKernels, took: dict[str, float], processors: int, fits: Sequence[Part] = ()
 ) -> tuple[Device, tuple[ClassCost, ...]]:
-    """The cost model of what kernels took alone, in microseconds."""
+    """The cost model of what kernels took alone, in microseconds: classes, and random parts (`fits`)."""
     classes = sorted({u.cls for u in kernels.units})
     launch = min(took[f"tile {c}"] for c in classes)
     device = Device(launch, processors=processors)
@@ -211,7 +218,28 @@ def fitted(
         turns * math.ceil(tiles / min(device.blocks(SHARES[0]), tiles)) / tiles,
     )
     by = min(1.0, together / total) if total > 0 else 1.0
-    return device, tuple(dataclasses.replace(m, full_us=m.full_us * by) for m in made)
+    costs = tuple(dataclasses.replace(m, full_us=m.full_us * by) for m in made)
+    return dataclasses.replace(device, filled=_excess(kernels, took, device, costs, fits)), costs
+
+
+def _excess(
+    kernels: PrepKernels,
+    took: dict[str, float],
+    device: Device,
+    costs: Sequence[ClassCost],
+    fits: Sequence[Part],
+) -> tuple[tuple[float, float], ...]:
+    """`Device.filled`: medians, by blocks a processor, of what kernels took for what the bounds say."""
+    found: dict[int, list[float]] = {}
+    for k, (units, share) in enumerate(fits):
+        work = work_of(kernels, costs, units)
+        blocks = min(device.blocks(share), math.ceil(work.tiles - 1e-9))
+        took_us = took[f"fit {k}"] - device.launch_us
+        said_us = device.kernel_us(work, share) - device.launch_us
+        if said_us > work.longest_us and took_us > 0:  # a single tile's time is what it is
+            near = round(2 * math.log2(blocks / device.processors))  # to within a fifth
+            found.setdefault(near, []).append(took_us / said_us)
+    return tuple((2 ** (n / 2), statistics.median(found[n])) for n in sorted(found))
 
 
 def full_tiles(kernels: PrepKernels, cls: int) -> float:
@@ -270,14 +298,14 @@ def probe(
     drawn: list[Any] = []
 
     def first(kernels: PrepKernels) -> rt.Schedule:
-        schedule, parts = alone(kernels)
-        drawn.append((kernels, parts))
+        schedule, fits, parts = alone(kernels)
+        drawn.append((kernels, fits, parts))
         return schedule
 
     times = run(first)
-    kernels, parts = drawn[0]
+    kernels, fits, parts = drawn[0]
     took = {name: median(values) for name, values in times.kernels}
-    device, classes = fitted(kernels, took, processors)
+    device, classes = fitted(kernels, took, processors, fits)
     held_out = tuple(
         (share, device.kernel_us(work_of(kernels, classes, units), share), took[f"part {k}"])
         for k, (units, share) in enumerate(parts)
@@ -347,7 +375,7 @@ class Prober:
         closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
         self.names = [part.name for part in cut(closed) if part.name != REST]
         donated = donated_inputs(step, state, batch)
-        own = key_of("probe 4", kernels.source, kernels.words)
+        own = key_of("probe 5", kernels.source, kernels.words)
         self.key = key_of_step(closed, donated, 0) + own
         self.cache = Cache.of(CompilerOptions())
         self._like, self.columns, self._engine_of = state, columns, engine_of
