@@ -288,8 +288,8 @@ class Pipeline:
     def make_plan(self, state: Any, raw_batch: Any) -> Plan:
         """Plans for a state and a raw batch like those to come, and keeps the plan. Trains nothing.
 
-        With `Options.probe` the step's stages are timed on made-up values: on a GPU, beside the kernels of `prep`.
-        There the next runs execute the plan.
+        With `Options.probe` the step's stages are timed: on a GPU with a copy of this state, beside the kernels of
+        `prep`, and there the next runs execute the plan; else on made-up values.
 
         Raises:
           PipelineError: on a GPU, while a run is open.
@@ -313,9 +313,12 @@ class Pipeline:
             if self.options.probe:
                 timed = functools.partial(self.make_engine, 3, profile=True)
                 self.prober = Prober(
-                    self._step, self._seen, kernels, made, timed, engine.processors
+                    self._step, self._seen, kernels, made, timed, engine.processors, state
                 )
-                self._plan = self._probed_plan(kernels, self.prober)
+                try:
+                    self._plan = self._probed_plan(kernels, self.prober)
+                finally:
+                    self.prober.values = None  # the user's
             self._predicted_s = self._plan.predicted_us / 1e6
             engine.reschedule(self.schedule_of)
         finally:
