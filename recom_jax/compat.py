@@ -163,6 +163,16 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
     return found
 
 
+def closed_jaxprs(eqn: Any) -> list[Any]:
+    """The same, closed."""
+    return [
+        j if hasattr(j, "consts") else jcore.ClosedJaxpr(j, [])
+        for value in eqn.params.values()
+        for j in (value if isinstance(value, (tuple, list)) else (value,))
+        if hasattr(getattr(j, "jaxpr", j), "eqns")
+    ]
+
+
 def scan_inputs(eqn: Any) -> tuple[int, int]:
     """How many of a scan's inputs are constants, and how many are carried; the rest is scanned over."""
     p = eqn.params

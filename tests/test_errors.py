@@ -96,12 +96,55 @@ def test_unknown_keyword() -> None:
         (np.array(["2020-01-01"], "datetime64[D]"), "datetime64"),
         (np.array([1, 2], ">i4"), "native byte order.*>i4"),
         (b"x", "bytes"),
+        (np.ones(2, np.longdouble), "at most 64 bits a number, was given float128"),
     ],
 )
 def test_leaves_that_are_no_arrays(leaf: Any, text: str) -> None:
     for error in ours_and_theirs(lookup, TABLE, {"ids": leaf}):
         assert isinstance(error, (ArgumentError, BatchTypeError))
         assert re.search(rf"batch\['ids'\].*{text}", str(error)), error
+
+
+class Convertible:
+    def __jax_array__(self) -> Any:
+        return jnp.asarray(IDS)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (2**31, "2147483648 does not fit int32"),
+        (-(2**40), "-1099511627776 does not fit int32"),
+        (Convertible(), r"a Convertible \(__jax_array__\)"),
+        (np.ma.masked_array(IDS, mask=[0, 1, 0]), "masked arrays"),
+    ],
+)
+def test_leaves_that_jax_does_not_convert(leaf: Any, text: str) -> None:
+    """Ours names the argument, also where it was traced with bound tables of which only the types are known."""
+    for error in ours_and_theirs(lookup, TABLE, {"ids": leaf, "more": 2**40 * 0}):
+        assert re.search(rf"argument batch\['ids'\] of lookup: .*{text}", str(error)), error
+
+
+@pytest.mark.parametrize("args", [(TABLE, {"ids": IDS, 1: IDS}), ({"t": TABLE, 1: TABLE}, IDS)])
+def test_arguments_that_are_no_pytrees(args: Any) -> None:
+    name = "batch" if isinstance(args[1], dict) else "table"
+    for error in ours_and_theirs(lookup, *args):
+        assert f"argument {name} of lookup is no pytree of arrays" in str(error)
+
+
+def test_a_named_failure_of_the_users_code_is_not_blamed_on_an_argument() -> None:
+    def fails(table: Any, batch: Any) -> Any:
+        raise OverflowError("mine")
+
+    for error in ours_and_theirs(fails, TABLE, {"ids": 3}):
+        assert isinstance(error, TraceError)
+        assert "does not fit" not in str(error)
+
+
+def test_modules_have_the_functions_name() -> None:
+    """What profiles and JAX's own messages show is the user's name, and the user's parameters."""
+    text = recom_jax.optimize(lookup).lower(TABLE, {"ids": IDS}).as_text()
+    assert text.startswith("module @jit_lookup ")
 
 
 def test_tables_that_are_no_arrays() -> None:

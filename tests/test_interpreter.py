@@ -39,8 +39,9 @@ HALVES = ["F16", "BF16"]
 
 
 @pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
+def x64_on_a_cpu():
+    """What it is compared with runs on a CPU, too: a GPU's square root and denormals are others."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         yield
 
 

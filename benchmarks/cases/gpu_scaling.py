@@ -42,13 +42,17 @@ def _batch(context: Context, size: int) -> Result:
     return _measure(context, w, f"model E, columns only, batch {size}", size)
 
 
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
 def _measure(context: Context, w: Workload, group: str, size: int) -> Result:
     """Latencies through `steady`, and kernel times, of ours and of the hand-batched form with a search loop."""
     # Comparisons with all boundaries are the slower form for large batches, and take minutes to compile.
     w = dataclasses.replace(w, hand=None)
     found = steady.measure(context, w, group, size, plain=False, tuned=False, views=False)
     rows = list(found.rows)
-    if jax.default_backend() != "gpu":  # a quick run elsewhere: latencies alone
+    if not on_gpu():  # a quick run elsewhere: latencies alone
         return Result(tuple(rows), (), {})
     with context.turns.compiling():
         kernel = gpu_kernel.kernel_of(w.fn, found.params, found.batches[0])

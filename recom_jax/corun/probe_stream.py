@@ -78,8 +78,8 @@ class Probed:
       stages: the step's, with what each leaves free; device: the cost model's constants; classes: and those of code.
       parts: (share, predicted, measured microseconds) of kernels that nothing was fitted to.
       beside: everything beside each stage, with each share.
-      alone_us: all of the program in one kernel, with the whole device; step_us: the step; period_us: from one to the
-        next, with nothing beside it.
+      alone_us: all of the program in one kernel, with the whole device; step_us: the step; period_us: from one step
+        to the next, with nothing beside them.
     """
 
     stages: tuple[Stage, ...]
@@ -134,8 +134,17 @@ def made_up_state(like: Any) -> Any:
     return jax.tree.map(leaf, like)
 
 
-def run_steps(engine: Engine, columns: Any, state: Any, steps: int = STEPS) -> tuple[Times, Any]:
-    """Trains on one raw batch over and over (the host packs it once): the times, and the state."""
+def copied(state: Any) -> Any:
+    """A copy of a state on the device, for a step that donates it; None if there are shapes alone, or no arrays any
+    more."""
+    for x in jax.tree.leaves(state):
+        if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.is_deleted()):
+            return None
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else jnp.array(x), state)
+
+
+def run_steps(engine: Engine, columns: Any, state: Any, steps: int = STEPS) -> Times:
+    """Trains on one raw batch over and over (the host packs it once)."""
     program, leaves = engine.program(columns)
     native = program.runtime.native
     slots = [program.runtime.pack(leaves) for _ in range(engine.slots)]
@@ -151,13 +160,23 @@ def run_steps(engine: Engine, columns: Any, state: Any, steps: int = STEPS) -> t
             native.commit(slot)
             ahead.append(slot)
     jax.block_until_ready((state, list(flying)))
-    return engine.times(), state
+    return engine.times()
 
 
 def median(values: Sequence[float]) -> float:
     """Microseconds of the milliseconds that were seen, without the first ones; NaN if there are none."""
     late = values[WARM:] or values
     return 1e3 * statistics.median(late) if late else math.nan
+
+
+def mean(values: Sequence[float]) -> float:
+    """The same, a mean without the lowest and highest twentieth.
+
+    Steps beside kernels take one of two times, as processors are given to one or the other first: the median is one.
+    """
+    late = sorted(values[WARM:] or values)
+    cut = len(late) // 20
+    return 1e3 * statistics.fmean(late[cut : len(late) - cut]) if late else math.nan
 
 
 def alone(kernels: PrepKernels, seed: int = 0) -> tuple[rt.Schedule, list[Part], list[Part]]:
@@ -311,8 +330,7 @@ def probe(
         for k, (units, share) in enumerate(parts)
     )
     whole_us = took[f"share {SHARES[0]}"]
-    in_front = functools.partial(rt.whole, mode=rt.SEQUENTIAL)
-    bare = run(lambda k: dataclasses.replace(in_front(k), stages=tuple(names), timed=True))
+    bare = run(lambda k: dataclasses.replace(rt.whole(k, rt.ONCE), stages=tuple(names), timed=True))
     ends = [median(values) for _, values in bare.stages]
     step_us = max([median(bare.steps), *(e for e in ends if not math.isnan(e))])
     stages, before = [], 0.0
@@ -329,13 +347,11 @@ def probe(
         for share in BESIDE:
             schedule = functools.partial(_in_stage, stage=k, share=share, names=tuple(names))
             seen.append((k, share, run(schedule)))
-    # Between two steps is what `begin` takes, which is no loss, and the wait for kernels, which is.
-    between_us = min((median(t.periods) - median(t.steps) for *_, t in seen), default=0.0)
-    period_us = median(bare.steps) + between_us
+    period_us = mean(bare.periods)
     found = [
-        Beside(k, share, took_us, median(t.periods) - period_us)
+        Beside(k, share, took_us, mean(t.periods) - period_us)
         for k, share, t in seen
-        if (took_us := median(t.kernels[0][1])) > 0
+        if (took_us := mean(t.kernels[0][1])) > 0
     ]
     made = Probed(
         tuple(left_free(s, k, found, whole_us) for k, s in enumerate(stages)),
@@ -353,12 +369,15 @@ def probe(
 
 
 class Prober:
-    """Measures a user's step beside a program's kernels, on values that are made up.
+    """Measures a user's step beside a program's kernels.
 
     Args:
       step: the user's; state: shapes and dtypes of its state.
       columns: a raw batch, as columns; engine_of: makes an engine that times kernels, with a schedule.
       processors: the device's.
+
+    Attributes:
+      values: the state that each run begins with a copy of; without it, it is made up.
     """
 
     def __init__(
@@ -369,27 +388,28 @@ class Prober:
         columns: Any,
         engine_of: Callable[[Callable[[PrepKernels], rt.Schedule]], Engine],
         processors: int,
+        values: Any = None,
     ) -> None:
         inner = getattr(step, "__wrapped__", step)
         batch = rt.batch_like(kernels)
         closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
         self.names = [part.name for part in cut(closed) if part.name != REST]
         donated = donated_inputs(step, state, batch)
-        own = key_of("probe 5", kernels.source, kernels.words)
+        own = key_of("probe 6", kernels.source, kernels.words)
         self.key = key_of_step(closed, donated, 0) + own
         self.cache = Cache.of(CompilerOptions())
-        self._like, self.columns, self._engine_of = state, columns, engine_of
+        self.values, self._like = values, state
+        self.columns, self._engine_of = columns, engine_of
         self._processors = processors
-        self._trained: Any = None
 
     def run(self, schedule: Callable[[PrepKernels], rt.Schedule]) -> Times:
-        """Trains some steps with a schedule."""
-        if self._trained is None:
-            self._trained = made_up_state(self._like)
+        """Trains some steps with a schedule, from the same state each time: numbers that grow change times, too."""
+        state = None if self.values is None else copied(self.values)
+        if state is None:
+            state = made_up_state(self._like)
         engine = self._engine_of(schedule)
         try:
-            times, self._trained = run_steps(engine, self.columns, self._trained)
-            return times
+            return run_steps(engine, self.columns, state)
         finally:
             engine.close()
 
