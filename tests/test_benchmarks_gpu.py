@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import driver, pieces, record
+from benchmarks import driver, machine, pieces, record, report
 from benchmarks.cases import CASES, gpu, gpu_end_to_end, gpu_recflex, gpu_scaling
 from benchmarks.context import Context, Settings
 from benchmarks.pieces import Beside
@@ -67,7 +67,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(_recom, "cuda_time", made.time)
     for case in (gpu, gpu_recflex):
         monkeypatch.setattr(case, "copy_bandwidth", lambda: 4.0)
-    monkeypatch.setattr(gpu_scaling, "on_gpu", lambda: True)
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(gpu_end_to_end, "SECONDS", 0.05)
     monkeypatch.setattr(tune, "AXES", (("run", (64,)), ("tiles", (8,))))
     return made
@@ -109,6 +109,16 @@ def test_a_piece(device: Device, case: str, piece: str, rows: int, targets: int)
     kernels = [r for r in result.rows if "kernel" in r.group and "jit" not in r.contestant]
     assert all(5 < r.median < 30 and r.unit == "us" for r in kernels)  # of 0.01 to 0.02 ms
     assert bool(kernels) == bool(device.launched)
+
+
+def test_a_case_for_gpus_is_refused_without_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    monkeypatch.setattr(driver, "run_case", None)
+    assert driver.main(["gpu_serve", "--out", str(tmp_path)]) == 2
+    assert "gpu_serve: JAX has no GPU here" in capsys.readouterr().err
+    assert driver.main(["gpu_serve", "--list", "--out", str(tmp_path)]) == 0
 
 
 def test_all_pieces_have_a_name_of_their_own() -> None:
@@ -226,8 +236,6 @@ def test_no_piece_waits_for_compilers_until_it_is_ended(
 
 def test_a_partial_result_is_rendered(device: Device, tmp_path: pathlib.Path) -> None:
     """Pieces that are missing are named, and the promises of those that are there are judged."""
-    from benchmarks import machine, report
-
     parts = {"D 512": measured("gpu_recflex", "D 512"), "e": Result()}
     joined = pieces.join(parts, ["D 256", "D 512 jit"])
     record.write(tmp_path / "x.json", {
