@@ -12,15 +12,17 @@ import textwrap
 import time
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import driver, machine, pieces, record, report
+from benchmarks import driver, machine, pieces, record, report, torch_peers
 from benchmarks.cases import CASES, gpu, gpu_end_to_end, gpu_recflex, gpu_scaling
 from benchmarks.context import Context, Settings
 from benchmarks.pieces import Beside
 from benchmarks.record import Result
 from benchmarks.timing import Plan
+from examples.recom_models import int_hash
 from recom_jax import _recom
 from recom_jax.cuda import kernel, nvrtc, tune
 from recom_jax.errors import CudaError
@@ -142,9 +144,16 @@ def test_addresses_in_a_table_are_compared_with_several_launches(
 
 def test_a_peer_that_computes_something_else_fails() -> None:
     ours = np.ones((2, 3), np.float32)
-    gpu_recflex.same("g", "torch", ours + 1e-6, ours)
+    torch_peers.same("g", "torch", ours + 1e-6, ours)
     with pytest.raises(RuntimeError, match="g: torch computes something else"):
-        gpu_recflex.same("g", "torch", ours + 1, ours)
+        torch_peers.same("g", "torch", ours + 1, ours)
+
+
+def test_torchs_hash_is_the_models() -> None:
+    x = np.random.default_rng(0).integers(0, 1_000_000, 1000, dtype=np.int32)
+    for rows in (1, 7, 100):
+        want = int_hash(jnp.asarray(x), rows)
+        np.testing.assert_array_equal(torch_peers.hashed(x.astype(np.int64), rows), want)
 
 
 def test_the_faster_hand_batched_form_counts(
