@@ -290,10 +290,9 @@ SCRIPT = textwrap.dedent("""
     import numpy as np, jax, recom_jax
     from test_gpu_serve import MODEL, PLAIN, make_batch, make_params, fill, close
 
-    def kept():
-        """What calls load and allocate for good: `initialize` does, `execute` never."""
-        stats = recom_jax.stats()
-        return {k: stats["cuda_" + k] for k in ("modules_loaded", "plans_uploaded", "device_bytes")}
+    def kept():  # what calls load and allocate for good: `initialize` does, `execute` never
+        names = "modules_loaded", "plans_uploaded", "device_bytes"
+        return [recom_jax.stats()["cuda_" + name] for name in names]
 
     params = make_params()
     serve = MODEL.bind(params)
