@@ -213,7 +213,8 @@ class BoundMethod:
 def trace_call(fn: Callable[..., Any], call: Arguments, name: str) -> Any:
     """Traces a call of the user's function; what it raises is raised as ours, of the same type."""
     try:
-        return trace(call.flat(fn), call.leaves, call.names)
+        dynamic, named = jax.tree_util.tree_unflatten(call.tree, call.leaves)
+        return trace(call.without_static(fn), dynamic, call.names, named)
     except RecomError:
         raise
     except Exception as why:

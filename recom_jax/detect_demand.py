@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from recom_jax import compat, ir
 from recom_jax.detect_values import Detected, Output, Val, leaves
+from recom_jax.trace import TABLE_READS
 
 if TYPE_CHECKING:
     from recom_jax.detect import Detector
@@ -31,7 +32,7 @@ def demand(d: Detector, jaxpr: Any) -> Detected:
             continue
         needed.add(id(var))
         value = d.known(var)
-        if value is not None and id(var) in made_by and pays(d, value):
+        if value is not None and id(var) in made_by and pays(d, var, value):
             fused[id(var)] = value
             work += d.leaves(value)
             continue
@@ -42,10 +43,11 @@ def demand(d: Detector, jaxpr: Any) -> Detected:
     return levels(d, jaxpr, fused, kept)
 
 
-def pays(d: Detector, value: Val) -> bool:
+def pays(d: Detector, var: Any, value: Val) -> bool:
     """Whether a call computes a needed value: it looks rows up, or (`Options.fuse_values`) is long and exact."""
     if value.takes:
-        return not grows(d, value)
+        # Where ids repeat, the lookup itself grows: there is no smaller array that XLA could spread.
+        return d.made_by()[id(var)][0].primitive.name in TABLE_READS or not grows(d, value)
     if not d.options.fuse_values or value.expr is None or not value.expr.exact:
         return False
     seen: set[int] = set()
@@ -129,7 +131,7 @@ def waiting(d: Detector, var: Any, ready: dict[int, int]) -> list[Any]:
     while work:
         v = work.pop()
         value = d.known(v)
-        if id(v) in seen or value is None or id(v) not in d.made_by() or not pays(d, value):
+        if id(v) in seen or value is None or id(v) not in d.made_by() or not pays(d, v, value):
             continue
         seen.add(id(v))
         level = level_of(d, value, ready)

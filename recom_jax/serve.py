@@ -387,6 +387,12 @@ class Server(Prepared):
             "input_views()"
         ) from None
 
+    def __reduce__(self) -> NoReturn:
+        raise BindTypeError(
+            f"a server ({self.__name__}) holds buffers of this process and cannot be pickled or copied; "
+            "send the model and its parameters, and bind there: model.bind(params)"
+        )
+
     def __repr__(self) -> str:
         total = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in self._core.specs)
         return f"<recom_jax server of {self.__name__}: {len(self._core.specs)} bound arrays, {total:,} bytes>"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
+import numbers
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,10 +41,30 @@ class Arguments:
 
         return call
 
+    def without_static(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` as a function of its other arguments, by the same name: JAX's messages show it and its parameters."""
+
+        def call(*dynamic: Any, **named: Any) -> Any:
+            args, kwargs = self.with_static(dynamic, named)
+            return fn(*args, **kwargs)
+
+        functools.update_wrapper(call, fn, updated=())
+        gone = {where for where, _ in self.static}
+        with contextlib.suppress(TypeError, ValueError):  # no signature
+            own = inspect.signature(fn)
+            kept = [p for k, p in enumerate(own.parameters.values()) if not {k, p.name} & gone]
+            vars(call)["__signature__"] = own.replace(parameters=kept)
+        return call
+
     def arguments(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments with these leaves."""
-        dynamic, kwargs = jax.tree_util.tree_unflatten(self.tree, leaves)
-        args = list(dynamic)
+        return self.with_static(*jax.tree_util.tree_unflatten(self.tree, leaves))
+
+    def with_static(
+        self, dynamic: Sequence[Any], named: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments, the static ones among them."""
+        args, kwargs = list(dynamic), dict(named)
         for where, value in self.static:
             if isinstance(where, int):
                 args.insert(where, value)
@@ -110,8 +134,8 @@ class Signature:
     def of(
         fn: Callable[..., Any], nums: int | Sequence[int], names: str | Sequence[str]
     ) -> Signature:
-        nums = (nums,) if isinstance(nums, int) else tuple(nums or ())
-        names = (names,) if isinstance(names, str) else tuple(names or ())
+        nums = _several("static_argnums", nums, int, "a position or several")
+        names = _several("static_argnames", names, str, "a name or several")
         name = getattr(fn, "__name__", type(fn).__name__)
         try:
             parameters = inspect.signature(fn)
@@ -223,6 +247,26 @@ class Signature:
             return ours
         where = f"while running {self.name}{call.describe()}"
         return blame(call.named(self.name), why) or trace_error(why, where)
+
+
+def _several(option: str, value: Any, kind: type, what: str) -> tuple[Any, ...]:
+    """One value of a kind, or an iterable of them, as a tuple."""
+
+    def fits(x: Any) -> bool:
+        if kind is int:
+            return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+        return isinstance(x, kind)
+
+    if value is None:
+        return ()
+    if fits(value):
+        value = (value,)
+    elif isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ArgumentError(f"{option} is {what}, not {value!r}")
+    found = tuple(value)
+    if not all(map(fits, found)):
+        raise ArgumentError(f"{option} is {what}, not {value!r}")
+    return tuple(map(operator.index, found)) if kind is int else found
 
 
 def blame(

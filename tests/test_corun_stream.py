@@ -420,3 +420,21 @@ def test_a_batch_is_taken_under_no_transformation() -> None:
     kinds = (jax.core.ShapedArray((3,), np.dtype(np.float32)),)
     with pytest.raises(PipelineError, match="under no transformation"):
         jax.vmap(lambda t: calls.take_p.bind(t, kinds=kinds))(np.zeros((2, 16), np.uint8))
+
+
+def test_a_step_that_is_not_jitted_is_called_each_time() -> None:
+    """Traced, what it does in Python would be done once."""
+    seen = []
+
+    def logged(state: Any, batch: Any) -> Any:
+        state, metrics = step(state, batch)
+        seen.append(float(metrics["loss"]))
+        return state, metrics
+
+    batches = [raw_batch(k) for k in range(3)]
+    pipe = corun.Pipeline(prep, logged)
+    found = losses(pipe, batches)
+    assert found == seen and len(seen) == 3
+    assert pipe.runtime == "threads: train_step is not jitted (jax.jit it)"
+    jitted = corun.Pipeline(prep, step)
+    assert losses(jitted, batches) == found and jitted.runtime == "stream"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import threading
 from collections.abc import Callable
@@ -371,10 +373,70 @@ def test_decorator_misuse() -> None:
         (lambda: recom_jax.optimize(lookup, options="fast"), "Options"),
         (lambda: recom_jax.optimize(lookup, static_argnums=5), "2 positional parameters"),
         (lambda: recom_jax.optimize(lookup, static_argnames="mode"), "no such parameter"),
+        (
+            lambda: recom_jax.optimize(lookup, static_argnums="batch"),
+            "static_argnums is a position",
+        ),
+        (lambda: recom_jax.optimize(lookup, static_argnums=1.0), "static_argnums is a position"),
+        (lambda: recom_jax.optimize(lookup, static_argnums=(0, True)), "not (0, True)"),
+        (lambda: recom_jax.optimize(lookup, static_argnames=1), "static_argnames is a name"),
+        (lambda: recom_jax.optimize(lookup, static_argnames=b"batch"), "static_argnames is a name"),
     ]:
         error = raised(way)
         assert isinstance(error, ArgumentError)
         assert text in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("ring_slots", "8", "Options.ring_slots is an integer, not '8'"),
+        ("small_table_bytes", 1.5, "Options.small_table_bytes is an integer"),
+        ("fast_ids", "yes", "Options.fast_ids is True or False"),
+        ("verify", 1, "Options.verify is True or False or None"),
+        ("lease_timeout_s", None, "Options.lease_timeout_s is a number"),
+        ("lease_timeout_s", -1, "Options.lease_timeout_s is at least 0"),
+        ("lease_timeout_s", float("nan"), "Options.lease_timeout_s is at least 0"),
+        ("dump_dir", 3, "Options.dump_dir is a path or None"),
+        ("spin_us", "x", "Options.spin_us is an integer or None"),
+        ("cache_bytes", "1G", "Options.cache_bytes is an integer or None"),
+    ],
+)
+def test_options_of_the_wrong_type(name: str, value: Any, text: str) -> None:
+    error = raised(lambda: recom_jax.Options(**{name: value}))
+    assert isinstance(error, recom_jax.OptionError) and text in str(error)
+
+
+def test_options_of_kin_types() -> None:
+    made = recom_jax.Options(ring_slots=np.int64(3), lease_timeout_s=2)
+    assert (made.ring_slots, made.lease_timeout_s) == (3, 2)
+    nums = recom_jax.optimize(lambda t, n: t[:n], static_argnums=np.array([1]))
+    assert nums(TABLE, 2).shape == (2, 4)
+
+
+def test_jax_names_the_users_function_and_arguments() -> None:
+    def fn(table: Any, ids: Any, most: int, *, scale: Any = 1.0) -> Any:
+        return table[ids][:most] * (2.0 if scale > 0 else 1.0)
+
+    model = recom_jax.optimize(fn, static_argnums=2)
+    for way in (
+        lambda: model(TABLE, IDS, 2, scale=1.0),
+        lambda: model.explain(TABLE, IDS, 2, scale=1.0),
+        lambda: model.lower(TABLE, IDS, 2, scale=1.0),
+        lambda: model.bind(TABLE)(IDS, 2, scale=1.0),
+    ):
+        error = raised(way)
+        assert isinstance(error, jax.errors.TracerBoolConversionError)
+        line = fn.__code__.co_firstlineno
+        assert f"tracing the function fn at {__file__}:{line} for jit" in str(error)
+        assert "depends on the value of the argument scale." in str(error)
+
+
+def test_servers_are_not_copied() -> None:
+    serve = recom_jax.optimize(lookup).bind(TABLE)
+    for way in (lambda: pickle.dumps(serve), lambda: copy.deepcopy(serve)):
+        error = raised(way)
+        assert isinstance(error, BindTypeError) and "model.bind(params)" in str(error)
 
 
 def test_trace_error_is_thread_safe() -> None:

@@ -21,7 +21,7 @@ from recom_jax.cuda import codegen, kernel, nvrtc, tune
 from recom_jax.cuda.text import Schedule
 from recom_jax.errors import CudaError
 from tests import cuda_emulation
-from tests.helpers import ids, table
+from tests.helpers import cpu_only, ids, table
 
 DEFAULT = codegen.DEFAULT
 
@@ -248,6 +248,7 @@ def options() -> recom_jax.Options:
     return recom_jax.Options(tune=True, verify=True)
 
 
+@cpu_only("schedules are tried")
 def test_on_a_cpu_it_says_that_it_changes_nothing() -> None:
     fn = recom_jax.optimize(model, options=options())
     batch = make_batch()
