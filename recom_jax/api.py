@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from recom_jax import compat, pipeline
+from recom_jax.bound import context
 from recom_jax.buckets import Buckets
 from recom_jax.errors import ArgumentError, RecomError, trace_error
 from recom_jax.explain import Report, report_of
@@ -66,9 +67,10 @@ class OptimizedFunction:
             "static_argnums": signature.static_argnums or None,
             "static_argnames": signature.static_argnames or None,
         }
-        self._jitted = jax.jit(self._body, **static)
+        self._jitted = jax.jit(self._named(self._body), **static)
         # Calls with values, where they are measured: JAX would take them for what it traced inside another function.
-        self._measured = jax.jit(self._measured_body, **static) if options.tune else self._jitted
+        measured = self._named(self._measured_body)
+        self._measured = jax.jit(measured, **static) if options.tune else self._jitted
         self._buckets = Buckets(fn, signature, options) if options.batch_buckets else None
         # Most calls are JAX's alone: half a microsecond of Python is what small functions would notice.
         self._direct = self._buckets is None and not options.tune
@@ -103,6 +105,7 @@ class OptimizedFunction:
         """
         call = self._signature.split(args, kwargs)
         key = call.key()
+        key = None if key is None else (key, context())
         with self._lock:
             found = self._reports.get(key) if key is not None else None
         if found is None:
@@ -155,6 +158,15 @@ class OptimizedFunction:
 
     # ---- tracing ------------------------------------------------------------------------------------------
 
+    def _named(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """`body` with the function's name and parameters: what profiles, modules and JAX's messages show."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return body(*args, **kwargs)
+
+        call.__name__ = self._signature.name
+        return functools.update_wrapper(call, self._fn, updated=())
+
     def _body(self, *args: Any, **kwargs: Any) -> Any:
         if not compat.tracing():  # jax_disable_jit, or JAX looks for the operation that made a NaN
             return self._fn(*args, **kwargs)
@@ -201,11 +213,13 @@ class BoundMethod:
 def trace_call(fn: Callable[..., Any], call: Arguments, name: str) -> Any:
     """Traces a call of the user's function; what it raises is raised as ours, of the same type."""
     try:
-        return trace(call.flat(fn), call.leaves, call.names)
+        dynamic, named = jax.tree_util.tree_unflatten(call.tree, call.leaves)
+        return trace(call.without_static(fn), dynamic, call.names, named)
     except RecomError:
         raise
     except Exception as why:
-        raise trace_error(why, f"while tracing {name}{call.describe()}") from why
+        where = f"while tracing {name}{call.describe()}"
+        raise call.fault(name, why) or trace_error(why, where) from why
 
 
 def fuse_flat(fn: Callable[..., Any], args: Sequence[Any], options: Options) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import array as _array
+from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -163,6 +164,16 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
     return found
 
 
+def closed_jaxprs(eqn: Any) -> list[Any]:
+    """The same, closed."""
+    return [
+        j if hasattr(j, "consts") else jcore.ClosedJaxpr(j, [])
+        for value in eqn.params.values()
+        for j in (value if isinstance(value, (tuple, list)) else (value,))
+        if hasattr(getattr(j, "jaxpr", j), "eqns")
+    ]
+
+
 def scan_inputs(eqn: Any) -> tuple[int, int]:
     """How many of a scan's inputs are constants, and how many are carried; the rest is scanned over."""
     p = eqn.params
@@ -220,6 +231,27 @@ def uncommitted(x: Any) -> Any:
 def register_transpose(prim: Any, rule: Callable[..., Any]) -> None:
     """`rule` gets cotangents (or zeros, `is_zero_tangent`), operands (`is_undefined` where linear) and parameters."""
     ad.primitive_transposes[prim] = rule
+
+
+def register_checks(prim: Any, fallback: Callable[..., Any]) -> None:
+    """What `checkify` sees of a primitive where it looks for more than the user's own checks: `fallback`'s equations.
+
+    Args:
+      fallback: a function of the operands, and by keyword of the parameters, that returns a list.
+    """
+    with_context = hasattr(_checkify, "CheckifyContext")  # 0.11
+
+    def rule(*args: Any, **params: Any) -> Any:
+        context, (error, enabled, *operands) = args[:with_context], args[with_context:]
+        if frozenset(enabled) <= _checkify.user_checks:  # of which columns hold none
+            return error, prim.bind(*operands, **params)
+        made = jax.make_jaxpr(lambda *xs: fallback(*xs, **params))(*operands)
+        values, tree = jax.tree_util.tree_flatten(error)
+        return _checkify.checkify_jaxpr_flat(
+            *context, open_jaxpr(made), made.consts, enabled, tree, *values, *operands
+        )
+
+    _checkify.error_checks[prim] = rule
 
 
 def is_undefined(operand: Any) -> bool:

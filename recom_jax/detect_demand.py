@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from recom_jax import compat, ir
 from recom_jax.detect_values import Detected, Output, Val, leaves
+from recom_jax.trace import TABLE_READS
 
 if TYPE_CHECKING:
     from recom_jax.detect import Detector
@@ -31,7 +32,7 @@ def demand(d: Detector, jaxpr: Any) -> Detected:
             continue
         needed.add(id(var))
         value = d.known(var)
-        if value is not None and id(var) in made_by and pays(d, value):
+        if value is not None and id(var) in made_by and pays(d, var, value):
             fused[id(var)] = value
             work += d.leaves(value)
             continue
@@ -42,10 +43,11 @@ def demand(d: Detector, jaxpr: Any) -> Detected:
     return levels(d, jaxpr, fused, kept)
 
 
-def pays(d: Detector, value: Val) -> bool:
+def pays(d: Detector, var: Any, value: Val) -> bool:
     """Whether a call computes a needed value: it looks rows up, or (`Options.fuse_values`) is long and exact."""
     if value.takes:
-        return not grows(d, value)
+        # Where ids repeat, the lookup itself grows: there is no smaller array that XLA could spread.
+        return d.made_by()[id(var)][0].primitive.name in TABLE_READS or not grows(d, value)
     if not d.options.fuse_values or value.expr is None or not value.expr.exact:
         return False
     seen: set[int] = set()
@@ -53,12 +55,18 @@ def pays(d: Detector, value: Val) -> bool:
 
 
 def grows(d: Detector, value: Val) -> bool:
-    """Whether a value repeats lookups along new axes: XLA then spreads the smaller array itd."""
+    """Whether a value repeats lookups or bags along new axes: XLA then spreads the smaller array itself.
+
+    A bag beside its own rows, as in ``rows - rows.mean(1, keepdims=True)``, would be added up once a position; a
+    count beside them, as in ``rows * (w / w.sum(1, keepdims=True))[..., None]``, be counted once a position.
+    """
     if value.expr is None:
         return False
     sizes = [d.unifier.value(n) for n in value.shape]
+    wide = frozenset(k for k, n in enumerate(sizes) if n > 1)
     memo: dict[int, frozenset[int]] = {}
     own = 0
+    counts: list[ir.Expr] = []
     work = [value.expr]
     seen: set[int] = (
         set()
@@ -68,11 +76,21 @@ def grows(d: Detector, value: Val) -> bool:
         if id(e) in seen:
             continue
         seen.add(id(e))
-        if isinstance(e, (ir.Take, ir.Reduce, ir.SegReduce)):
-            if e.takes:
-                own += math.prod(sizes[k] for k in ir.depends(e, memo))
+        if isinstance(e, (ir.Reduce, ir.SegReduce)) and not e.takes:
+            counts.append(e)
+        elif isinstance(e, (ir.Take, ir.Reduce, ir.SegReduce)):
+            axes = ir.depends(e, memo)
+            if not isinstance(e, ir.Take) and wide - axes:
+                return True
+            own += math.prod(sizes[k] for k in axes)
         else:
             work += e.children
+    if counts:
+        # Once a row, not once a value: what does not depend on a row's own axis is computed for all of it.
+        takes = [e for e in ir.walk(value.expr) if isinstance(e, ir.Take)]
+        lanes = frozenset().union(*(ir.depends(e, memo) - ir.depends(e.idx, memo) for e in takes))
+        if any(wide - lanes - ir.depends(e, memo) for e in counts):
+            return True
     return math.prod(sizes) > 2 * own
 
 
@@ -129,7 +147,7 @@ def waiting(d: Detector, var: Any, ready: dict[int, int]) -> list[Any]:
     while work:
         v = work.pop()
         value = d.known(v)
-        if id(v) in seen or value is None or id(v) not in d.made_by() or not pays(d, value):
+        if id(v) in seen or value is None or id(v) not in d.made_by() or not pays(d, v, value):
             continue
         seen.add(id(v))
         level = level_of(d, value, ready)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from recom_jax import compat, ir, templates
+from recom_jax import compat, ir
 from recom_jax.detect import Detector
+from recom_jax.detect_inner import COMPUTED, inner_reads
 from recom_jax.detect_tables import NOT_ROWS, base_table
 from recom_jax.detect_values import DTYPES, Read, Refuse
 from recom_jax.trace import SPARSE
@@ -35,8 +36,20 @@ def refused_read(d: Detector, eqn: Any, reason: str | None) -> None:
         if found is not None and "one-hot" in reason:
             d.reads.append(Read(found[0], eqn, reason))
     else:
-        for name, inner, table in _inner_reads(d, eqn):
-            d.reads.append(Read(table, inner, reason or f"the lookup is inside {name}"))
+        _refused_inside(d, eqn, reason)
+
+
+def _refused_inside(d: Detector, eqn: Any, reason: str | None) -> None:
+    """Records what the bodies of an equation read. A defect of ours here costs lines of `explain`, not the fusion."""
+    try:
+        inner = inner_reads(d, eqn)
+    except Exception:
+        if d.options.verifies:
+            raise
+        return
+    why = reason or f"the lookup is inside {eqn.primitive.name}"
+    d.reads += [Read(table, read, why) for table, read in inner.reads]
+    d.others += inner.others
 
 
 def _other_read(d: Detector, eqn: Any) -> None:
@@ -50,7 +63,7 @@ def _other_read(d: Detector, eqn: Any) -> None:
     if dtype not in DTYPES:
         why = f"its table is {dtype}"
     elif id(table) not in d.arguments:
-        why = "its table is computed in the function, not an argument"
+        why = COMPUTED
     elif len(shape) not in (2, 3):
         why = (
             f"its table has {len(shape)} axis"
@@ -75,35 +88,6 @@ def _fixed(d: Detector, ids: Any) -> bool:
         for expr in ([v.expr] if v.expr is not None else [p.expr for p in v.parts])
         for e in ir.walk(expr)
     )
-
-
-def _inner_reads(d: Detector, eqn: Any) -> list[tuple[str, Any, Any]]:
-    """Table reads in the bodies of an equation: (construct, inner equation, table argument)."""
-    if eqn.primitive.name in ("jit", "pjit") and templates.recognise(eqn) is not None:
-        return []
-    found = []
-    tables = [
-        v for v in eqn.invars if not isinstance(v, compat.Literal) and base_table(d, v) is not None
-    ]
-    if tables:
-
-        def look(jaxpr: Any) -> None:
-            for e in jaxpr.eqns:
-                if e.primitive.name in ("gather", "dynamic_slice"):
-                    aval = e.invars[0].aval
-                    same = [
-                        t
-                        for t in tables
-                        if t.aval.shape == aval.shape and t.aval.dtype == aval.dtype
-                    ]
-                    if same:
-                        found.append((eqn.primitive.name, e, same[0]))
-                for sub in compat.sub_jaxprs(e):
-                    look(sub)
-
-        for sub in compat.sub_jaxprs(eqn):
-            look(sub)
-    return found
 
 
 __all__ = ["refused_read"]

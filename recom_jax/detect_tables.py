@@ -300,6 +300,10 @@ def _dynamic_slice(d: Detector, eqn: Any) -> Val | None:
     rows, width = (int(n) for n in operand.aval.shape)
     sizes = tuple(int(n) for n in eqn.params["slice_sizes"])
     if sizes != (1, width):
+        if sizes[0] == rows:  # of a column, as of a matrix of ids in a loop over its positions
+            raise Refuse(NOT_ROWS)
+        if sizes[0] == 1:
+            raise Refuse("a slice of part of a row")
         raise Refuse("a slice of several rows at once")
     idx_val = (
         exact_index(d, starts[0]) if not isinstance(starts[0], compat.Literal) else d.val(starts[0])

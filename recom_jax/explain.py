@@ -256,7 +256,7 @@ def report_of(compiled: Compiled, function: str) -> Report:
         name = table if total[id(r.table)] == 1 else f"{table}#{seen[id(r.table)]}"
         seen[id(r.table)] += 1
         fused = k in reached
-        reason = r.reason or ("" if fused else "its result is not used")
+        reason = r.reason or ("" if fused else "no result of a call is made of it")
         shape = [0 if compat.is_symbolic(n) else int(n) for n in r.table.aval.shape]
         columns.append(
             ColumnReport(

@@ -14,9 +14,11 @@ Others have no option: the interpreter reads ``RECOM_CPU_ISA``, the tests two mo
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import operator
 import os
 import pathlib
+from collections.abc import Callable
 
 from recom_jax.errors import OptionError
 
@@ -86,8 +88,12 @@ class Options:
                 raise OptionError(
                     f"Options.disable: no rewrite is named {name!r}; there are {sorted(NAMES)}"
                 )
+        for field in dataclasses.fields(self):
+            _check_kind(field.name, str(field.type), getattr(self, field.name))
         if self.ring_slots < 1:
             raise OptionError(f"Options.ring_slots is at least 1, not {self.ring_slots}")
+        if not self.lease_timeout_s >= 0:
+            raise OptionError(f"Options.lease_timeout_s is at least 0, not {self.lease_timeout_s}")
         if self.small_table_bytes < 0:
             raise OptionError(
                 f"Options.small_table_bytes is at least 0, not {self.small_table_bytes}"
@@ -155,6 +161,26 @@ def environment() -> dict[str, str]:
 def cuda_homes() -> list[pathlib.Path]:
     """Folders of CUDA toolkits that the environment names."""
     return [pathlib.Path(p) for n in ("CUDA_HOME", "CUDA_PATH") if (p := os.environ.get(n))]
+
+
+_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "bool": (lambda x: isinstance(x, bool), "True or False"),
+    "int": (lambda x: isinstance(x, numbers.Integral) and not isinstance(x, bool), "an integer"),
+    "float": (lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool), "a number"),
+    "str": (lambda x: isinstance(x, (str, os.PathLike)), "a path"),
+}
+
+
+def _check_kind(name: str, kind: str, value: object) -> None:
+    """Raises OptionError where an option is of another type than its annotation says."""
+    kind, _, optional = kind.partition(" | ")
+    if kind not in _KINDS or (optional and value is None):
+        return
+    fits, what = _KINDS[kind]
+    if not fits(value):
+        raise OptionError(
+            f"Options.{name} is {what}{' or None' if optional else ''}, not {value!r}"
+        )
 
 
 def _integers(name: str, value: object) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from recom_jax.options import Options
 from recom_jax.serve_batch import concrete, first_shape
 from recom_jax.serve_core import Core, FlatBatch, Weights
 from recom_jax.serve_prepare import Prepared
-from recom_jax.signature import Signature, leaf_fault
+from recom_jax.signature import Signature, blame
 
 
 class Server(Prepared):
@@ -161,8 +161,7 @@ class Server(Prepared):
                 found = self._call_flat(flat, batch[0])
                 if found is not _MISS:
                     return found
-        dynamic, named, static = core.split_static(batch, kwargs)
-        leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
+        leaves, tree, static = core.flatten(batch, kwargs)
         slot = _recom.lease_among(leaves)
         if slot is not None:
             return self._serve_lease(slot, leaves, tree, static)
@@ -242,12 +241,15 @@ class Server(Prepared):
         except RecomError:
             raise
         except Exception as why:
-            n = bool(plan.arena_leaves)
-            for k, leaf in zip(plan.direct_bound, bound[n:], strict=True):
-                self._blame(leaf, f"bound argument {self._core.names[k]}", why)
-            for k in plan.direct:
-                self._blame(leaves[k], f"argument {plan.names[k]}", why)
-            raise trace_error(why, f"while serving {self.__name__}") from why
+            first = [plan.arena_leaves[0]] if plan.arena_leaves else []  # speaks for the arena
+            which = [f"bound argument {self._core.names[k]}" for k in (*first, *plan.direct_bound)]
+            which += [f"argument {plan.names[k]}" for k in plan.direct]
+            named = [
+                (f"{w} of {self.__name__}", x)
+                for w, x in zip(which, (*bound, *direct), strict=True)
+            ]
+            fault = blame(named, why)
+            raise fault or trace_error(why, f"while serving {self.__name__}") from why
 
     def _run_by_token(
         self, target: stage.Target, call: Any, begun: pack.Begun, rest: Sequence[Any]
@@ -263,11 +265,6 @@ class Server(Prepared):
         target.flights.add(done, begun.held)
         begun.join()  # the caller may write its arrays from here on
         return result
-
-    def _blame(self, leaf: Any, what: str, why: Exception) -> None:
-        fault = leaf_fault(leaf, f"{what} of {self.__name__}", why)
-        if fault is not None:
-            raise fault from why
 
     # ---- leases -------------------------------------------------------------------------------------------
 
@@ -290,8 +287,7 @@ class Server(Prepared):
             found = self._flat_views(example[0])
             if found is not None:
                 return found
-        dynamic, named, static = self._core.split_static(example, kwargs)
-        leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
+        leaves, tree, static = self._core.flatten(example, kwargs)
         plan = self._known(leaves, tree, static)
         if plan is None:
             batch, kw = concrete(example, kwargs, all_numpy=True)
@@ -390,6 +386,12 @@ class Server(Prepared):
             f"{self.__name__}: these input views were served already; lease new ones with "
             "input_views()"
         ) from None
+
+    def __reduce__(self) -> NoReturn:
+        raise BindTypeError(
+            f"a server ({self.__name__}) holds buffers of this process and cannot be pickled or copied; "
+            "send the model and its parameters, and bind there: model.bind(params)"
+        )
 
     def __repr__(self) -> str:
         total = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in self._core.specs)

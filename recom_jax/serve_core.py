@@ -122,8 +122,12 @@ class Core:
         self.has_static = bool(signature.static_argnames) or any(
             k >= len(leading) for k in signature.static_argnums
         )
-        paths, self.tree = jax.tree_util.tree_flatten_with_path(self.dynamic(leading))
         positions = [k for k in range(len(leading)) if k not in self.static]
+        try:
+            paths, self.tree = jax.tree_util.tree_flatten_with_path(self.dynamic(leading))
+        except Exception as why:
+            places = [(k, leading[k]) for k in positions]
+            raise signature.no_tree(places, {}, why) from why
         self.names = tuple(
             signature.parameter(positions[p[0].idx]) + jax.tree_util.keystr(p[1:]) for p, _ in paths
         )
@@ -157,6 +161,16 @@ class Core:
         static: list[Any] = [(k, x) for k, x in enumerate(batch) if k + self.n_leading in nums]
         static += [(k, x) for k, x in kwargs.items() if k in names]
         return rest, {k: x for k, x in kwargs.items() if k not in names}, tuple(static)
+
+    def flatten(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any, Any]:
+        """Leaves and structure of the batch without its static arguments, and those."""
+        dynamic, named, static = self.split_static(batch, kwargs)
+        try:
+            leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
+        except Exception as why:
+            places = enumerate(batch, self.n_leading)
+            raise self.signature.no_tree(places, kwargs, why) from why
+        return leaves, tree, static
 
     def add(self, plan: Plan, batch: Any, kwargs: Any, leaves: Sequence[Any]) -> None:
         """Makes a plan known to calls. The lock is held; readers take none, so tuples are replaced whole."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,10 +41,30 @@ class Arguments:
 
         return call
 
+    def without_static(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` as a function of its other arguments, by the same name: JAX's messages show it and its parameters."""
+
+        def call(*dynamic: Any, **named: Any) -> Any:
+            args, kwargs = self.with_static(dynamic, named)
+            return fn(*args, **kwargs)
+
+        functools.update_wrapper(call, fn, updated=())
+        gone = {where for where, _ in self.static}
+        with contextlib.suppress(TypeError, ValueError):  # no signature
+            own = inspect.signature(fn)
+            kept = [p for k, p in enumerate(own.parameters.values()) if not {k, p.name} & gone]
+            vars(call)["__signature__"] = own.replace(parameters=kept)
+        return call
+
     def arguments(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments with these leaves."""
-        dynamic, kwargs = jax.tree_util.tree_unflatten(self.tree, leaves)
-        args = list(dynamic)
+        return self.with_static(*jax.tree_util.tree_unflatten(self.tree, leaves))
+
+    def with_static(
+        self, dynamic: Sequence[Any], named: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments, the static ones among them."""
+        args, kwargs = list(dynamic), dict(named)
         for where, value in self.static:
             if isinstance(where, int):
                 args.insert(where, value)
@@ -78,6 +102,16 @@ class Arguments:
         except (TypeError, AttributeError):
             return None
 
+    def fault(self, name: str, why: Exception) -> Exception | None:
+        """The exception that blames an argument for the failure `why` of tracing `name`, None if none is at fault."""
+        return blame(self.named(name), why, shapes=True)
+
+    def named(self, name: str) -> list[tuple[str, Any]]:
+        """Each leaf, and what a message calls it."""
+        return [
+            (f"argument {n} of {name}", x) for n, x in zip(self.names, self.leaves, strict=True)
+        ]
+
     def describe(self) -> str:
         """The call's arguments and their types, one line."""
         shown = [
@@ -100,8 +134,8 @@ class Signature:
     def of(
         fn: Callable[..., Any], nums: int | Sequence[int], names: str | Sequence[str]
     ) -> Signature:
-        nums = (nums,) if isinstance(nums, int) else tuple(nums or ())
-        names = (names,) if isinstance(names, str) else tuple(names or ())
+        nums = _several("static_argnums", nums, int, "a position or several")
+        names = _several("static_argnames", names, str, "a name or several")
         name = getattr(fn, "__name__", type(fn).__name__)
         try:
             parameters = inspect.signature(fn)
@@ -156,8 +190,11 @@ class Signature:
         static += [(k, kwargs[k]) for k in self.static_argnames if k in kwargs]
         dynamic = [x for k, x in enumerate(args) if k not in self.static_argnums]
         named = {k: x for k, x in kwargs.items() if k not in self.static_argnames}
-        paths, tree = jax.tree_util.tree_flatten_with_path((tuple(dynamic), named))
         positions = [k for k in range(len(args)) if k not in self.static_argnums]
+        try:
+            paths, tree = jax.tree_util.tree_flatten_with_path((tuple(dynamic), named))
+        except Exception as why:
+            raise self.no_tree(zip(positions, dynamic, strict=True), named, why) from why
         roots = {k: self.parameter(k) for k in positions}
         names, leaves = [], []
         for path, leaf in paths:
@@ -171,6 +208,22 @@ class Signature:
                 if problem:
                     raise ArgumentError(f"argument {names[-1]} of {self.name}: {problem}")
         return Arguments(tuple(leaves), tuple(names), tree, len(args), tuple(static))
+
+    def no_tree(
+        self, args: Iterable[tuple[int, Any]], kwargs: Mapping[str, Any], why: Exception
+    ) -> Exception:
+        """The exception where arguments cannot be flattened: it names the first such.
+
+        Args:
+          args: (position, value) of positional arguments.
+        """
+        for name, value in [*((self.parameter(k), x) for k, x in args), *kwargs.items()]:
+            try:
+                jax.tree_util.tree_flatten(value)
+            except Exception:
+                what = f"argument {name} of {self.name}"
+                return trace_error(why, f"{what} is no pytree of arrays", ArgumentError)
+        return why
 
     def parameter(self, position: int) -> str:
         """The name of a positional parameter."""
@@ -192,19 +245,83 @@ class Signature:
             call = self.split(args, kwargs)
         except RecomError as ours:
             return ours
-        for name, leaf in zip(call.names, call.leaves, strict=True):
-            fault = leaf_fault(leaf, f"argument {name} of {self.name}", why)
-            if fault is not None:
-                return fault
-        return trace_error(why, f"while running {self.name}{call.describe()}")
+        where = f"while running {self.name}{call.describe()}"
+        return blame(call.named(self.name), why) or trace_error(why, where)
 
 
-def leaf_fault(leaf: Any, what: str, why: Exception) -> Exception | None:
-    """The exception that blames `leaf` for the failure `why`, None if nothing is wrong with it."""
-    if is_deleted(leaf):
-        return trace_error(why, f"{what}: {DELETED}", DeletedError)
-    problem = leaf_problem(leaf)
-    return trace_error(why, f"{what}: {problem}", ArgumentError) if problem else None
+def _several(option: str, value: Any, kind: type, what: str) -> tuple[Any, ...]:
+    """One value of a kind, or an iterable of them, as a tuple."""
+
+    def fits(x: Any) -> bool:
+        if kind is int:
+            return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+        return isinstance(x, kind)
+
+    if value is None:
+        return ()
+    if fits(value):
+        value = (value,)
+    elif isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ArgumentError(f"{option} is {what}, not {value!r}")
+    found = tuple(value)
+    if not all(map(fits, found)):
+        raise ArgumentError(f"{option} is {what}, not {value!r}")
+    return tuple(map(operator.index, found)) if kind is int else found
+
+
+def blame(
+    named: Sequence[tuple[str, Any]], why: Exception, shapes: bool = False
+) -> Exception | None:
+    """The exception that blames an argument for the failure `why`, None if nothing is wrong with any.
+
+    Args:
+      named: what each leaf is ("argument x of model"), and the leaf.
+      shapes: whether a ShapeDtypeStruct will do.
+    """
+    for what, leaf in named:
+        if is_deleted(leaf):
+            return trace_error(why, f"{what}: {DELETED}", DeletedError)
+        problem = leaf_problem(leaf, shapes) or _conversion_problem(leaf, why)
+        if problem:
+            return trace_error(why, f"{what}: {problem}", ArgumentError)
+    return _apart(named, why)
+
+
+def _conversion_problem(leaf: Any, why: Exception) -> str:
+    """Why JAX could not make an array of a leaf that looks like one, "" if that is not what failed."""
+    if isinstance(why, OverflowError) and type(leaf) is int:
+        widest = np.iinfo(jax.dtypes.canonicalize_dtype("int64"))
+        if not widest.min <= leaf <= widest.max:
+            return f"{leaf} does not fit {widest.dtype}; pass an array of a dtype that holds it"
+    if isinstance(why, (TypeError, ValueError)):
+        if isinstance(leaf, np.ma.MaskedArray):
+            return "JAX takes no masked arrays; fill the missing values first, x.filled(value)"
+        if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
+            return (
+                f"JAX no longer converts a {type(leaf).__name__} (__jax_array__) by itself; "
+                "pass jax.numpy.asarray(x)"
+            )
+    return ""
+
+
+def _apart(named: Sequence[tuple[str, Any]], why: Exception) -> Exception | None:
+    """Blames two arguments that were put on different devices."""
+    if not isinstance(why, ValueError) or "device" not in str(why):
+        return None
+    placed = [
+        (what, x.sharding.device_set)
+        for what, x in named
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+    ]
+    for what, devices in placed[1:]:
+        if devices != placed[0][1]:
+            first, second = (
+                f"{w} is on {', '.join(sorted(map(str, d)))}"
+                for w, d in (placed[0], (what, devices))
+            )
+            where = f"{first}, but {second}; put them on the same devices (jax.device_put)"
+            return trace_error(why, where)
+    return None
 
 
 DELETED = "the array has been deleted or donated to an earlier call; pass a live array, or do not donate it"
@@ -237,6 +354,8 @@ def leaf_problem(leaf: Any, shapes: bool = False) -> str:
                 f"expected native byte order, was given {leaf.dtype.str}; convert it with "
                 "x.astype(x.dtype.newbyteorder('='))"
             )
+        if leaf.dtype in (np.longdouble, np.clongdouble):
+            return f"expected at most 64 bits a number, was given {leaf.dtype}; convert it first"
         return ""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "" if shapes else f"expected an array, was given only its type, {leaf}"

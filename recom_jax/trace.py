@@ -9,7 +9,7 @@ stays a call: see `templates.py`. custom_jvp and custom_vjp calls stay: their ru
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,13 +40,19 @@ class Traced:
         return str(self.jaxpr)
 
 
-def trace(fn: Callable[..., Any], args: Sequence[Any], arg_names: Sequence[str]) -> Traced:
-    """Traces `fn` (a function of flat arguments returning a pytree) and flattens the result.
+def trace(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    arg_names: Sequence[str],
+    kwargs: Mapping[str, Any] | None = None,
+) -> Traced:
+    """Traces `fn` and flattens the result.
 
     Args:
-      args: arrays, tracers or ``ShapeDtypeStruct``s.
+      args, kwargs: pytrees of arrays, tracers or ``ShapeDtypeStruct``s.
+      arg_names: a printable path for each of their leaves.
     """
-    closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args, **(kwargs or {}))
     return Traced(flatten(closed), tuple(arg_names), jax.tree_util.tree_structure(out_shape))
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import EPS, Bag, assert_same, check, ids, run, table
+from helpers import EPS, Bag, assert_same, check, cpu_only, ids, run, table
 
 ROWS, DIM, B, L = 13, 6, 7, 5
 
@@ -162,6 +162,34 @@ def test_max_and_min(name: str, nan: bool) -> None:
     t = t.at[3, 1].set(jnp.nan).at[4].set(-0.0).at[5].set(0.0) if nan else t
     i, m, _ = padded(odd=True)
     check(EXTREMES[name], t, i, m, columns=None, bound=0.0 if "large" not in name else 1e-3)
+
+
+@cpu_only("it keeps subnormal numbers")
+@pytest.mark.parametrize("batch", [3, 500])
+def test_subnormal_rows(batch: int) -> None:
+    """Extremes may be any of the numbers that count as 0; everything else is plain JAX's, bit for bit."""
+    tiny = float(np.finfo(np.float32).tiny)
+    t = jnp.asarray((np.random.default_rng(0).normal(size=(ROWS, 8)) * 1e-39).astype(np.float32))
+    i, m, w = padded(batch=batch, length=7)
+
+    def exact(t: Any, i: Any, m: Any, w: Any) -> Any:
+        bags = jnp.arange(i.shape[0]) // 2
+        return {
+            "rows": t[i],
+            "scaled": t[i] * w[..., None],
+            "masked": jnp.where(m[..., None], t[i], 0).sum(1),
+            "weighted": (t[i] * w[..., None]).sum(1),
+            "mean": t[i].mean(1),
+            "jagged": jax.ops.segment_sum(t[i[:, 0]], bags, 9),
+            "above": jnp.where(t[i] > 0, t[i], 7.0),
+        }
+
+    check(exact, t, i, m, w, columns=None)
+    for kind in ("min", "max"):
+        fn = lambda t, i, kind=kind: getattr(t[i], kind)(1)  # noqa: E731
+        got, report = run(fn, t, i)
+        assert report.num_fused == 1
+        assert float(jnp.abs(got).max()) < tiny and float(jnp.abs(jax.jit(fn)(t, i)).max()) < tiny
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "uint32"])

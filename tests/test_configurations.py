@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 import recom_jax
 from tests.helpers import VERIFY, Bag, assert_same, check, ids, table
@@ -90,6 +91,49 @@ def test_nan_and_inf_are_found_where_plain_jax_finds_them(name: str) -> None:
     assert isinstance(found.value, recom_jax.RecomError)
     assert str(plain.value) in str(found.value)
     assert "test_configurations.py" in str(found.value)
+
+
+def _bag_of_nothing(t: Any, i: Any) -> Any:
+    there = i >= 0
+    rows = jnp.where(there[..., None], t[jnp.maximum(i, 0)], 0)
+    return rows.sum(1) / there.sum(1, keepdims=True)
+
+
+CHECKED: dict[str, tuple[Any, Callable[..., Any], Any, str | None]] = {
+    "a row outside": (checkify.index_checks, lambda t, i: t[i], [[0, ROWS]], "out-of-bounds"),
+    "a row outside, all checks": (checkify.all_checks, lambda t, i: t[i], [[0, ROWS]], "out-of-"),
+    "rows that are there": (checkify.index_checks, lambda t, i: t[i], [[0, ROWS - 1]], None),
+    "a mean of nothing": (checkify.float_checks, _bag_of_nothing, [[1, 2], [-1, -1]], "div"),
+    "means": (checkify.automatic_checks, _bag_of_nothing, [[1, 2], [3, -1]], None),
+    "nothing asked for": (checkify.user_checks, lambda t, i: t[i], [[0, ROWS]], None),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_checkify_finds_what_it_finds_in_plain_jax(name: str) -> None:
+    errors, fn, values, text = CHECKED[name]
+    i = jnp.asarray(values, jnp.int32)
+    ours = recom_jax.optimize(fn, options=VERIFY)
+    ours(T, i), jax.jit(ours)(T, i)  # traced and cached before anybody asks for checks
+    serve = ours.bind(T)
+    ways: dict[str, Callable[[Any], Any]] = {
+        "call": lambda f: jax.jit(checkify.checkify(f, errors=errors))(T, i),
+        "of jit": lambda f: checkify.checkify(jax.jit(f), errors=errors)(T, i),
+        "of vmap": lambda f: checkify.checkify(jax.vmap(f, (None, 0)), errors=errors)(T, i[None]),
+        "serve": lambda f: checkify.checkify(serve if f is ours else f, errors=errors)(
+            *([i] if f is ours else [T, i])
+        ),
+    }  # fmt: skip
+    for way, run in ways.items():
+        (error, got), (plain, want) = run(ours), run(fn)
+        assert_same(got, want, BOUND)
+        assert error.get() == plain.get() or (text and error.get() and plain.get()), way
+        assert (error.get() is None) == (text is None), (way, error.get())
+        assert text is None or text in error.get()
+    fused = (
+        "recom_fused_v1" in jax.jit(checkify.checkify(ours, errors=errors)).lower(T, i).as_text()
+    )
+    assert fused == (name == "nothing asked for")
 
 
 def test_without_jit_the_function_runs_as_it_is() -> None:

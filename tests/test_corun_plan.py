@@ -257,7 +257,7 @@ def test_measured_stages_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
 
 
 def test_owners_are_an_option() -> None:
-    options = corun.Options(gpus=2, owners={"L": 1})  # type: ignore[arg-type]
+    options = corun.Options(runtime="threads", gpus=2, owners={"L": 1})  # type: ignore[arg-type]
     assert options.owners == (("L", 1),) and hash(options)
     plan = corun.Pipeline(prep, toy_step, options=options).make_plan(
         {"table": jnp.zeros((1000, 8))}, raw_batch()
@@ -265,14 +265,18 @@ def test_owners_are_an_option() -> None:
     assert dict(plan.owner)["L"] == 1 and plan.gpus == 2
     with pytest.raises(ValueError, match="not there"):
         corun.Options(gpus=2, owners=(("L", 2),))
-    alone = corun.Pipeline(prep, toy_step, options=corun.Options(owners=(("L", 1),)))
+    alone = corun.Pipeline(
+        prep, toy_step, options=corun.Options(runtime="threads", owners=(("L", 1),))
+    )
     with pytest.raises(ValueError, match="of 1 devices"):
         alone.make_plan({"table": jnp.zeros((1000, 8))}, raw_batch())
 
 
 @pytest.mark.parametrize("probes", [False, True])
 def test_pipelines_plan(probes: bool) -> None:
-    pipe = corun.Pipeline(prep, jax.jit(toy_step), options=corun.Options(probe=probes))
+    pipe = corun.Pipeline(
+        prep, jax.jit(toy_step), options=corun.Options(runtime="threads", probe=probes)
+    )
     state = {"table": jnp.zeros((1000, 8))}
     plan = pipe.make_plan(state, raw_batch())
     verify(plan)

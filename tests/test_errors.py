@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import threading
 from collections.abc import Callable
@@ -96,12 +98,55 @@ def test_unknown_keyword() -> None:
         (np.array(["2020-01-01"], "datetime64[D]"), "datetime64"),
         (np.array([1, 2], ">i4"), "native byte order.*>i4"),
         (b"x", "bytes"),
+        (np.ones(2, np.longdouble), "at most 64 bits a number, was given float128"),
     ],
 )
 def test_leaves_that_are_no_arrays(leaf: Any, text: str) -> None:
     for error in ours_and_theirs(lookup, TABLE, {"ids": leaf}):
         assert isinstance(error, (ArgumentError, BatchTypeError))
         assert re.search(rf"batch\['ids'\].*{text}", str(error)), error
+
+
+class Convertible:
+    def __jax_array__(self) -> Any:
+        return jnp.asarray(IDS)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (2**31, "2147483648 does not fit int32"),
+        (-(2**40), "-1099511627776 does not fit int32"),
+        (Convertible(), r"a Convertible \(__jax_array__\)"),
+        (np.ma.masked_array(IDS, mask=[0, 1, 0]), "masked arrays"),
+    ],
+)
+def test_leaves_that_jax_does_not_convert(leaf: Any, text: str) -> None:
+    """Ours names the argument, also where it was traced with bound tables of which only the types are known."""
+    for error in ours_and_theirs(lookup, TABLE, {"ids": leaf, "more": 2**40 * 0}):
+        assert re.search(rf"argument batch\['ids'\] of lookup: .*{text}", str(error)), error
+
+
+@pytest.mark.parametrize("args", [(TABLE, {"ids": IDS, 1: IDS}), ({"t": TABLE, 1: TABLE}, IDS)])
+def test_arguments_that_are_no_pytrees(args: Any) -> None:
+    name = "batch" if isinstance(args[1], dict) else "table"
+    for error in ours_and_theirs(lookup, *args):
+        assert f"argument {name} of lookup is no pytree of arrays" in str(error)
+
+
+def test_a_named_failure_of_the_users_code_is_not_blamed_on_an_argument() -> None:
+    def fails(table: Any, batch: Any) -> Any:
+        raise OverflowError("mine")
+
+    for error in ours_and_theirs(fails, TABLE, {"ids": 3}):
+        assert isinstance(error, TraceError)
+        assert "does not fit" not in str(error)
+
+
+def test_modules_have_the_functions_name() -> None:
+    """What profiles and JAX's own messages show is the user's name, and the user's parameters."""
+    text = recom_jax.optimize(lookup).lower(TABLE, {"ids": IDS}).as_text()
+    assert text.startswith("module @jit_lookup ")
 
 
 def test_tables_that_are_no_arrays() -> None:
@@ -328,10 +373,70 @@ def test_decorator_misuse() -> None:
         (lambda: recom_jax.optimize(lookup, options="fast"), "Options"),
         (lambda: recom_jax.optimize(lookup, static_argnums=5), "2 positional parameters"),
         (lambda: recom_jax.optimize(lookup, static_argnames="mode"), "no such parameter"),
+        (
+            lambda: recom_jax.optimize(lookup, static_argnums="batch"),
+            "static_argnums is a position",
+        ),
+        (lambda: recom_jax.optimize(lookup, static_argnums=1.0), "static_argnums is a position"),
+        (lambda: recom_jax.optimize(lookup, static_argnums=(0, True)), "not (0, True)"),
+        (lambda: recom_jax.optimize(lookup, static_argnames=1), "static_argnames is a name"),
+        (lambda: recom_jax.optimize(lookup, static_argnames=b"batch"), "static_argnames is a name"),
     ]:
         error = raised(way)
         assert isinstance(error, ArgumentError)
         assert text in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("ring_slots", "8", "Options.ring_slots is an integer, not '8'"),
+        ("small_table_bytes", 1.5, "Options.small_table_bytes is an integer"),
+        ("fast_ids", "yes", "Options.fast_ids is True or False"),
+        ("verify", 1, "Options.verify is True or False or None"),
+        ("lease_timeout_s", None, "Options.lease_timeout_s is a number"),
+        ("lease_timeout_s", -1, "Options.lease_timeout_s is at least 0"),
+        ("lease_timeout_s", float("nan"), "Options.lease_timeout_s is at least 0"),
+        ("dump_dir", 3, "Options.dump_dir is a path or None"),
+        ("spin_us", "x", "Options.spin_us is an integer or None"),
+        ("cache_bytes", "1G", "Options.cache_bytes is an integer or None"),
+    ],
+)
+def test_options_of_the_wrong_type(name: str, value: Any, text: str) -> None:
+    error = raised(lambda: recom_jax.Options(**{name: value}))
+    assert isinstance(error, recom_jax.OptionError) and text in str(error)
+
+
+def test_options_of_kin_types() -> None:
+    made = recom_jax.Options(ring_slots=np.int64(3), lease_timeout_s=2)
+    assert (made.ring_slots, made.lease_timeout_s) == (3, 2)
+    nums = recom_jax.optimize(lambda t, n: t[:n], static_argnums=np.array([1]))
+    assert nums(TABLE, 2).shape == (2, 4)
+
+
+def test_jax_names_the_users_function_and_arguments() -> None:
+    def fn(table: Any, ids: Any, most: int, *, scale: Any = 1.0) -> Any:
+        return table[ids][:most] * (2.0 if scale > 0 else 1.0)
+
+    model = recom_jax.optimize(fn, static_argnums=2)
+    for way in (
+        lambda: model(TABLE, IDS, 2, scale=1.0),
+        lambda: model.explain(TABLE, IDS, 2, scale=1.0),
+        lambda: model.lower(TABLE, IDS, 2, scale=1.0),
+        lambda: model.bind(TABLE)(IDS, 2, scale=1.0),
+    ):
+        error = raised(way)
+        assert isinstance(error, jax.errors.TracerBoolConversionError)
+        line = fn.__code__.co_firstlineno
+        assert f"tracing the function fn at {__file__}:{line} for jit" in str(error)
+        assert "depends on the value of the argument scale." in str(error)
+
+
+def test_servers_are_not_copied() -> None:
+    serve = recom_jax.optimize(lookup).bind(TABLE)
+    for way in (lambda: pickle.dumps(serve), lambda: copy.deepcopy(serve)):
+        error = raised(way)
+        assert isinstance(error, BindTypeError) and "model.bind(params)" in str(error)
 
 
 def test_trace_error_is_thread_safe() -> None:

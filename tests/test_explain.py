@@ -349,3 +349,83 @@ def test_explain_wrong_arguments() -> None:
         f.explain(PARAMS)
     with pytest.raises(recom_jax.RecomError):
         f.explain(PARAMS, {"ids": "no array"})
+
+
+def test_a_report_is_of_the_types_that_jax_has_now() -> None:
+    optimized = recom_jax.optimize(lambda t, i: t[i])
+    args = np.ones((5, 2)), 3
+    assert optimized.explain(*args).columns[0].dtype == "float32"
+    with jax.enable_x64(True):
+        assert optimized.explain(*args).columns[0].dtype == "float64"
+
+
+# ---- inside loops and branches -----------------------------------------------------------------------------------
+
+U = table(50, 8, seed=1)  # of the shape of T
+LOOPS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "scan": (
+        lambda t, u, i: jax.lax.scan(lambda c, x: (c + u[x].sum() - t[x].sum(), None), 0.0, i),
+        ["u", "t"],
+    ),
+    "cast": (
+        lambda t, u, i: jax.lax.map(lambda x: u.astype(jnp.bfloat16)[x].sum(), i),
+        ["u"],
+    ),
+    "one_hot": (lambda t, u, i: jax.lax.map(lambda x: jax.nn.one_hot(x, 50) @ u, i), ["u"]),
+    "positions": (
+        lambda t, u, i: jax.lax.fori_loop(0, 5, lambda k, c: c + t[i[:, k]].sum(), 0.0),
+        ["t"],
+    ),
+    "branches": (
+        lambda t, u, i: jax.lax.switch(i[0, 0], [lambda: u[i], lambda: t[i], lambda: u[i] * 2]),
+        ["u", "t", "u"],
+    ),
+    "while": (
+        lambda t, u, i: jax.lax.while_loop(
+            lambda s: t[i[0, 0]].sum() > s[1], lambda s: (s[0] + 1, s[1] + u[i[1]].sum()), (0, 0.0)
+        ),
+        ["t", "u"],
+    ),
+    "nested": (
+        lambda t, u, i: jax.lax.map(lambda x: jax.lax.map(lambda y: jnp.take(u, y, axis=0), x), i),
+        ["u"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_reads_in_bodies_name_their_own_table(name: str) -> None:
+    fn, tables = LOOPS[name]
+    report = explain(fn, T, U, I2)
+    assert [c.table for c in report.columns] == tables, report
+    inside = {"branches": "cond", "while": "while"}.get(name, "scan")
+    assert {c.reason for c in report.columns} == {f"the lookup is inside {inside}"}
+    assert all(re.fullmatch(rf"{re.escape(__file__)}:\d+", c.source) for c in report.columns)
+
+
+def test_what_is_read_of_scanned_tables_is_named_below() -> None:
+    def fn(tables: Any, i: Any) -> Any:
+        return jax.lax.scan(lambda c, t: (c + t[i].sum(), None), 0.0, tables)[0]
+
+    report = explain(fn, jnp.stack([T, U]), I2)
+    assert [(c.table, c.status) for c in report.columns] == [("tables", "xla")], report
+    (other,) = explain(lambda t, u, i: fn(jnp.stack([t, u]), i), T, U, I2).others
+    assert other[1] == "its table is computed in the function, not an argument"
+
+
+def test_a_body_that_our_rules_fail_on_costs_no_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("recom_jax.detect_refused.inner_reads", fails)
+    fn = lambda t, i: (t[i], jax.lax.map(lambda x: t[x].sum(), i))  # noqa: E731
+    options = recom_jax.Options(verify=False)
+    report = recom_jax.optimize(fn, options=options).explain(T, I2)
+    assert [c.status for c in report.columns] == ["fused"]
+
+
+def test_a_column_of_ids_that_is_chosen_at_run_time_is_no_table() -> None:
+    report = explain(lambda t, i, k: t[i[:, k]], T, I2, 3)
+    assert [(c.table, c.status) for c in report.columns] == [("t", "fused")], report
+    report = explain(lambda t, k: t[k, 2], T, 3)
+    assert [c.reason for c in report.columns] == ["a slice of part of a row"], report

@@ -957,6 +957,33 @@ def test_arithmetic_that_xla_computes() -> None:
     )
 
 
+REPEATED = {
+    "position": lambda t, i: t[jnp.broadcast_to(jnp.arange(i.shape[1]), i.shape)],
+    "first": lambda t, i: jnp.take(t, jnp.broadcast_to(i[:, :1], i.shape), axis=0),
+    "scaled": lambda t, i: t[jnp.broadcast_to(i[:1], i.shape)] * 0.5,
+    "one_hot": lambda t, i: jax.nn.one_hot(jnp.broadcast_to(i[:, 2:3], i.shape), ROWS) @ t,
+    "beside": lambda t, i: jnp.concatenate(
+        [t[i], t[jnp.broadcast_to(i[:, :1], i.shape)]], -1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_ids_that_are_repeated_along_an_axis(name: str) -> None:
+    """The lookup itself grows, so there is no smaller array for XLA to spread."""
+    columns = 2 if name == "beside" else 1
+    check(REPEATED[name], table(ROWS, 3), ids((6, 4), ROWS, odd=True), columns=columns)
+
+
+def test_rows_that_are_spread_are_looked_up_once() -> None:
+    """Where rows are repeated after the lookup, the call makes the smaller array."""
+    fn = lambda t, i: jnp.broadcast_to(t[i][:, None], (6, 9, 3))  # noqa: E731
+    f, args = optimize(fn), (table(ROWS, 3), ids((6,), ROWS))
+    check(fn, *args, columns=1)
+    line = next(x for x in f.lower(*args).as_text().splitlines() if "recom_fused_v1" in x)
+    assert line.endswith("tensor<6x1x3xf32>")
+
+
 def test_empty_batches() -> None:
     def model(t: Any, i: Any, x: Any) -> Any:
         return {

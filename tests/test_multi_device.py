@@ -91,6 +91,20 @@ tables = put(params, P("b", None)), put(batch, P())
 check("tables in eighths", f, tables, whole(params, batch), True, True)
 found, _ = check("their gradient", jax.grad(loss(f)), tables, jax.grad(loss(whole))(params, batch), True, True)
 assert found["u"].sharding.spec == P("b", None) or found["u"].sharding.spec == P("b")
+
+# Arguments on two devices: both are named, also where one is part of the bound tables.
+a, b = jax.devices()[3], jax.devices()[2]
+away = jax.device_put(params, a), {**batch, "x": jax.device_put(batch["x"], b)}
+for run in (lambda: ours(*away), lambda: ours.lower(*away).compile()(*away), lambda: ours.bind(away[0])(away[1])):
+    try:
+        run()
+    except ValueError as why:
+        assert isinstance(why, recom_jax.RecomError)
+        text = str(why).partition("recom_jax: ")[2]
+        where = r"argument p\\['[tu]'\\] of plain is on .*3.*, but argument b\\['x'\\] of plain is on .*2"
+        assert re.search(where, text), text
+    else:
+        raise AssertionError("two devices in one call")
 print("fine")
 """
 

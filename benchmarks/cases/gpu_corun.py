@@ -82,7 +82,7 @@ def measure(context: Context, number: int, size: int) -> Result:
     with context.progress.step(f"{what}: plan, probing the device"):
         planned = pipe.make_plan(make_state(), distinct[0])
     with context.progress.step(f"{what}: what kernels cost the step"):
-        found = interference(pipe, 2 if quick else PAIRS)
+        found = interference(pipe, make_state(), 2 if quick else PAIRS)
     rounds = min(context.settings.plan.rounds, 7)
     with context.progress.step(f"{what}: {rounds} rounds"):
         report = corun.measure(pipe, make_state, raws, rounds=rounds, rtol=0.05)
@@ -146,16 +146,20 @@ def missed(pipe: corun.Pipeline) -> float:
     return 1.0 if pipe.probed is None else 1.0 - pipe.probed.within_tenth
 
 
-def interference(pipe: corun.Pipeline, rounds: int) -> list[duel.Pair]:
+def interference(pipe: corun.Pipeline, state: Any, rounds: int) -> list[duel.Pair]:
     """The step beside the plan's kernels and without them, by events."""
     assert pipe.prober is not None
+    pipe.prober.values = state
     engine = pipe.make_engine(1, pipe.schedule_of)
     try:
         program, _ = engine.program(pipe.prober.columns)
         schedule = program.runtime.schedule
     finally:
         engine.close()
-    return duel.pairs(schedule, pipe.prober.run, rounds)
+    try:
+        return duel.pairs(schedule, pipe.prober.run, rounds)
+    finally:
+        pipe.prober.values = None
 
 
 def without_markers(

@@ -23,41 +23,19 @@ import numpy as np
 
 from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
-from recom_jax.corun.cost import Device, Work, rest_of
-from recom_jax.corun.fuse import segments, whole
-from recom_jax.corun.kernels import TILE, PrepKernels
+from recom_jax.corun.alone import SHARES, ClassCost, alone, fitted
+from recom_jax.corun.cost import Device
+from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.plan import Stage
 from recom_jax.corun.probe import REST, cut, donated_inputs, key_of_step
 from recom_jax.corun.stream import Engine, Times
-from recom_jax.corun.units import unit_ops
+from recom_jax.corun.units import every_row, kernel_us
 from recom_jax.options import Options as CompilerOptions
 from recom_jax.trace import flatten
 
-SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 BESIDE = (0.5, 0.25, 0.125, 0.0625)
-FEW = SHARES[-1]  # a share with which a processor has a block at most
-PARTS = 48  # that nothing is fitted to
-FITS = 3  # for each share, besides everything
 STEPS = 60  # of a run; the ring of samples drops the last ones
 WARM = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class ClassCost:
-    """What a full tile of a class of code costs, in microseconds.
-
-    Attributes:
-      alone_us: the only tile of a launch; turn_us: one of many that a block runs in turns, alone on its processor;
-      full_us: of a launch that fills the device.
-    """
-
-    cls: int
-    alone_us: float
-    turn_us: float
-    full_us: float
-
-
-Part = tuple[tuple[int, ...], float]  # units, and the share of the device that they get
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +56,8 @@ class Probed:
       stages: the step's, with what each leaves free; device: the cost model's constants; classes: and those of code.
       parts: (share, predicted, measured microseconds) of kernels that nothing was fitted to.
       beside: everything beside each stage, with each share.
-      alone_us: all of the program in one kernel, with the whole device; step_us: the step; period_us: from one to the
-        next, with nothing beside it.
+      alone_us: all of the program in one kernel, with the whole device; step_us: the step; period_us: from one step
+        to the next, with nothing beside them.
     """
 
     stages: tuple[Stage, ...]
@@ -134,8 +112,17 @@ def made_up_state(like: Any) -> Any:
     return jax.tree.map(leaf, like)
 
 
-def run_steps(engine: Engine, columns: Any, state: Any, steps: int = STEPS) -> tuple[Times, Any]:
-    """Trains on one raw batch over and over (the host packs it once): the times, and the state."""
+def copied(state: Any) -> Any:
+    """A copy of a state on the device, for a step that donates it; None if there are shapes alone, or no arrays any
+    more."""
+    for x in jax.tree.leaves(state):
+        if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.is_deleted()):
+            return None
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else jnp.array(x), state)
+
+
+def run_steps(engine: Engine, columns: Any, state: Any, steps: int = STEPS) -> Times:
+    """Trains on one raw batch over and over (the host packs it once)."""
     program, leaves = engine.program(columns)
     native = program.runtime.native
     slots = [program.runtime.pack(leaves) for _ in range(engine.slots)]
@@ -151,7 +138,7 @@ def run_steps(engine: Engine, columns: Any, state: Any, steps: int = STEPS) -> t
             native.commit(slot)
             ahead.append(slot)
     jax.block_until_ready((state, list(flying)))
-    return engine.times(), state
+    return engine.times()
 
 
 def median(values: Sequence[float]) -> float:
@@ -160,97 +147,14 @@ def median(values: Sequence[float]) -> float:
     return 1e3 * statistics.median(late) if late else math.nan
 
 
-def alone(kernels: PrepKernels, seed: int = 0) -> tuple[rt.Schedule, list[Part], list[Part]]:
-    """The schedule of the run in front of the step, and its random parts: to fit to, and held out."""
-    n = len(kernels.units)
-    everything = tuple((k, 0.0, 1.0) for k in range(n))
-    launches = [rt.Launch("first", 0, SHARES[0], everything)]  # brings the batch near
-    launches += [rt.Launch(f"share {s}", 0, s, everything) for s in SHARES]
-    for c in sorted({u.cls for u in kernels.units}):
-        mine = [k for k, u in enumerate(kernels.units) if u.cls == c]
-        pieces = tuple((k, 0.0, 1.0) for k in mine)
-        first = kernels.units[mine[0]]
-        tile = min(1.0, TILE // max(1, first.inner) / first.rows)
-        launches += [
-            rt.Launch(f"tile {c}", 0, 1.0, ((mine[0], 0.0, tile),)),
-            rt.Launch(f"few {c}", 0, FEW, pieces),
-            rt.Launch(f"class {c}", 0, 1.0, pieces),
-        ]
-    rng = np.random.default_rng(seed)
-    fits = [(_drawn(rng, n), s) for s in SHARES for _ in range(FITS)]
-    parts = [(_drawn(rng, n), float(rng.choice(SHARES))) for _ in range(PARTS)]
-    for name, drawn in (("fit", fits), ("part", parts)):
-        for k, (units, share) in enumerate(drawn):
-            pieces = tuple((u, 0.0, 1.0) for u in units)
-            launches.append(rt.Launch(f"{name} {k}", 0, share, pieces))
-    return rt.Schedule(rt.SEQUENTIAL, tuple(launches)), fits, parts
+def mean(values: Sequence[float]) -> float:
+    """The same, a mean without the lowest and highest twentieth.
 
-
-def _drawn(rng: np.random.Generator, n: int) -> tuple[int, ...]:
-    """A quarter of the units, or more."""
-    size = int(rng.integers(max(1, n // 4), n + 1))
-    return tuple(sorted(int(u) for u in rng.choice(n, size, replace=False)))
-
-
-def fitted(
-    kernels: PrepKernels, took: dict[str, float], processors: int, fits: Sequence[Part] = ()
-) -> tuple[Device, tuple[ClassCost, ...]]:
-    """The cost model of what kernels took alone, in microseconds: classes, and random parts (`fits`)."""
-    classes = sorted({u.cls for u in kernels.units})
-    launch = min(took[f"tile {c}"] for c in classes)
-    device = Device(launch, processors=processors)
-    made = []
-    for c in classes:
-        units = [u for u in kernels.units if u.cls == c]
-        tiles = sum(-(-u.rows * u.inner // TILE) for u in units)
-        full = sum(u.rows * u.inner for u in units) / TILE
-        single = took[f"tile {c}"] - launch
-        few, whole = (max(0.0, took[f"{n} {c}"] - launch) for n in ("few", "class"))
-        blocks = min(device.blocks(FEW), tiles)
-        turn = few / math.ceil(tiles / blocks)
-        made.append(ClassCost(c, single, turn, min(whole, few) / full))
-    # Classes run one after the other fill the device less well than together.
-    total = sum(m.full_us * full_tiles(kernels, m.cls) for m in made)
-    tiles = sum(-(-u.rows * u.inner // TILE) for u in kernels.units)
-    turns = sum(m.turn_us * full_tiles(kernels, m.cls) for m in made)
-    together = rest_of(
-        took[f"share {SHARES[0]}"] - launch,
-        turns * math.ceil(tiles / min(device.blocks(SHARES[0]), tiles)) / tiles,
-    )
-    by = min(1.0, together / total) if total > 0 else 1.0
-    costs = tuple(dataclasses.replace(m, full_us=m.full_us * by) for m in made)
-    return dataclasses.replace(device, filled=_excess(kernels, took, device, costs, fits)), costs
-
-
-def _excess(
-    kernels: PrepKernels,
-    took: dict[str, float],
-    device: Device,
-    costs: Sequence[ClassCost],
-    fits: Sequence[Part],
-) -> tuple[tuple[float, float], ...]:
-    """`Device.filled`: medians, by blocks a processor, of what kernels took for what the bounds say."""
-    found: dict[int, list[float]] = {}
-    for k, (units, share) in enumerate(fits):
-        work = work_of(kernels, costs, units)
-        blocks = min(device.blocks(share), math.ceil(work.tiles - 1e-9))
-        took_us = took[f"fit {k}"] - device.launch_us
-        said_us = device.kernel_us(work, share) - device.launch_us
-        if said_us > work.longest_us and took_us > 0:  # a single tile's time is what it is
-            near = round(2 * math.log2(blocks / device.processors))  # to within a fifth
-            found.setdefault(near, []).append(took_us / said_us)
-    return tuple((2 ** (n / 2), statistics.median(found[n])) for n in sorted(found))
-
-
-def full_tiles(kernels: PrepKernels, cls: int) -> float:
-    """Tiles of a class, those that are not full in parts."""
-    return sum(u.rows * u.inner for u in kernels.units if u.cls == cls) / TILE
-
-
-def work_of(kernels: PrepKernels, classes: Sequence[ClassCost], units: Sequence[int]) -> Work:
-    """What units cost."""
-    ops = unit_ops(kernels, {c.cls: c for c in classes})
-    return whole(segments([ops[k] for k in units]))
+    Steps beside kernels take one of two times, as processors are given to one or the other first: the median is one.
+    """
+    late = sorted(values[WARM:] or values)
+    cut = len(late) // 20
+    return 1e3 * statistics.fmean(late[cut : len(late) - cut]) if late else math.nan
 
 
 def _in_stage(
@@ -306,13 +210,13 @@ def probe(
     kernels, fits, parts = drawn[0]
     took = {name: median(values) for name, values in times.kernels}
     device, classes = fitted(kernels, took, processors, fits)
+    costs = {c.cls: c for c in classes}
     held_out = tuple(
-        (share, device.kernel_us(work_of(kernels, classes, units), share), took[f"part {k}"])
+        (share, kernel_us(kernels, costs, device, every_row(units), share), took[f"part {k}"])
         for k, (units, share) in enumerate(parts)
     )
     whole_us = took[f"share {SHARES[0]}"]
-    in_front = functools.partial(rt.whole, mode=rt.SEQUENTIAL)
-    bare = run(lambda k: dataclasses.replace(in_front(k), stages=tuple(names), timed=True))
+    bare = run(lambda k: dataclasses.replace(rt.whole(k, rt.ONCE), stages=tuple(names), timed=True))
     ends = [median(values) for _, values in bare.stages]
     step_us = max([median(bare.steps), *(e for e in ends if not math.isnan(e))])
     stages, before = [], 0.0
@@ -329,13 +233,11 @@ def probe(
         for share in BESIDE:
             schedule = functools.partial(_in_stage, stage=k, share=share, names=tuple(names))
             seen.append((k, share, run(schedule)))
-    # Between two steps is what `begin` takes, which is no loss, and the wait for kernels, which is.
-    between_us = min((median(t.periods) - median(t.steps) for *_, t in seen), default=0.0)
-    period_us = median(bare.steps) + between_us
+    period_us = mean(bare.periods)
     found = [
-        Beside(k, share, took_us, median(t.periods) - period_us)
+        Beside(k, share, took_us, mean(t.periods) - period_us)
         for k, share, t in seen
-        if (took_us := median(t.kernels[0][1])) > 0
+        if (took_us := mean(t.kernels[0][1])) > 0
     ]
     made = Probed(
         tuple(left_free(s, k, found, whole_us) for k, s in enumerate(stages)),
@@ -353,12 +255,15 @@ def probe(
 
 
 class Prober:
-    """Measures a user's step beside a program's kernels, on values that are made up.
+    """Measures a user's step beside a program's kernels.
 
     Args:
       step: the user's; state: shapes and dtypes of its state.
       columns: a raw batch, as columns; engine_of: makes an engine that times kernels, with a schedule.
       processors: the device's.
+
+    Attributes:
+      values: the state that each run begins with a copy of; without it, it is made up.
     """
 
     def __init__(
@@ -369,27 +274,28 @@ class Prober:
         columns: Any,
         engine_of: Callable[[Callable[[PrepKernels], rt.Schedule]], Engine],
         processors: int,
+        values: Any = None,
     ) -> None:
         inner = getattr(step, "__wrapped__", step)
         batch = rt.batch_like(kernels)
         closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
         self.names = [part.name for part in cut(closed) if part.name != REST]
         donated = donated_inputs(step, state, batch)
-        own = key_of("probe 5", kernels.source, kernels.words)
+        own = key_of("probe 7", kernels.source, kernels.words)
         self.key = key_of_step(closed, donated, 0) + own
         self.cache = Cache.of(CompilerOptions())
-        self._like, self.columns, self._engine_of = state, columns, engine_of
+        self.values, self._like = values, state
+        self.columns, self._engine_of = columns, engine_of
         self._processors = processors
-        self._trained: Any = None
 
     def run(self, schedule: Callable[[PrepKernels], rt.Schedule]) -> Times:
-        """Trains some steps with a schedule."""
-        if self._trained is None:
-            self._trained = made_up_state(self._like)
+        """Trains some steps with a schedule, from the same state each time: numbers that grow change times, too."""
+        state = None if self.values is None else copied(self.values)
+        if state is None:
+            state = made_up_state(self._like)
         engine = self._engine_of(schedule)
         try:
-            times, self._trained = run_steps(engine, self.columns, self._trained)
-            return times
+            return run_steps(engine, self.columns, state)
         finally:
             engine.close()
 

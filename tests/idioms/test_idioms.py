@@ -87,7 +87,7 @@ EXPECTED: dict[str, Expect] = {
     "transformer_input": Expect(3, bound=LAYERS),
     # control flow
     "scan": _inside("scan"),
-    "fori_loop": _inside("scan", 2),  # the loop also slices its ids
+    "fori_loop": _inside("scan"),
     "while_loop": _inside("while", 2),
     "cond": _inside("cond"),
     "mapped": _inside("scan"),
