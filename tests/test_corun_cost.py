@@ -12,14 +12,14 @@ import pytest
 
 from recom_jax import corun
 from recom_jax.cache import Cache
-from recom_jax.corun import kernels, probe_stream, runtime
+from recom_jax.corun import alone, kernels, probe_stream, runtime
 from recom_jax.corun.cost import NOTHING, Device, Work, both, rest_of
 from recom_jax.corun.duel import ROUNDS, duel, loss, pairs, rivals
 from recom_jax.corun.plan import Measured, PrepOp, Stage
 from recom_jax.corun.planner import plan_for_kernels
 from recom_jax.corun.search import search
 from recom_jax.corun.stream import Times
-from recom_jax.corun.units import unit_ops
+from recom_jax.corun.units import every_row, kernel_us, load_of, unit_ops
 
 pytestmark = pytest.mark.once
 
@@ -99,7 +99,7 @@ def probed(beside: tuple[probe_stream.Beside, ...]) -> probe_stream.Probed:
     took = {"share 1.0": 6.0}
     for c in {u.cls for u in k.units}:
         took |= {f"tile {c}": 2.0 + c, f"few {c}": 8.0, f"class {c}": 5.0}
-    device, classes = probe_stream.fitted(k, took, 4)
+    device, classes = alone.fitted(k, took, 4)
     stages = [Stage("s", 100.0, 0.0, 0.0), Stage("t", 100.0, 0.0, 0.0)]
     free = tuple(probe_stream.left_free(s, n, beside, 6.0) for n, s in enumerate(stages))
     return probe_stream.Probed(free, device, classes, ((0.5, 5.0, 5.2),), beside, 6.0, 200.0, 203.0)
@@ -111,21 +111,38 @@ def test_what_is_fitted_is_what_was_measured() -> None:
     assert p.within_tenth == 1.0 and p.from_json(p.to_json()) == p
     for c in p.classes:
         assert c.alone_us == c.cls and c.turn_us == pytest.approx(6.0 / 3)  # 5 tiles, 2 blocks
-    every = probe_stream.work_of(k, p.classes, range(len(k.units)))
-    assert every.tiles == 10 and every.memory_us < 4.0  # together, not one by one
-    assert p.device.kernel_us(every, 1.0) == pytest.approx(6.0, rel=0.01)
+    costs, every = {c.cls: c for c in p.classes}, every_row(range(len(k.units)))
+    assert load_of(k, costs, p.device, every, 1.0).alone_us < 4.0  # together, not one by one
+    assert kernel_us(k, costs, p.device, every, 1.0) == pytest.approx(6.0, rel=0.01)
+
+
+def test_the_busiest_block_is_what_its_tiles_take() -> None:
+    k = compiled()  # two classes, five tiles each, the last of them not full
+    costs = {c: alone.ClassCost(c, 3.0 + c, (2.0, 8.0)[c], 0.1) for c in range(2)}
+    assert [u.cls for u in k.units] == [0, 1]
+    rest = (5000 % kernels.TILE) / kernels.TILE
+    took = [2.0] * 4 + [2.0 * rest] + [8.0] * 4 + [8.0 * rest]
+    for share in (1 / 32, 0.0625, 0.125, 0.25, 1.0):
+        load = load_of(k, costs, DEVICE, every_row((0, 1)), share)
+        blocks = min(round(32 * share), 10)
+        assert load.blocks == blocks and load.longest_us == 4.0
+        assert load.busiest_us == pytest.approx(max(sum(took[b::blocks]) for b in range(blocks)))
+        assert load.alone_us == pytest.approx(0.2 * 5000 / kernels.TILE)
+    part = load_of(k, costs, DEVICE, ((1, 0.0, 0.5),), 1.0)
+    assert (part.blocks, part.busiest_us) == (3, 8.0)
+    assert load_of(k, costs, DEVICE, (), 1.0).busiest_us == 0.0
 
 
 def test_random_parts_tell_the_excess() -> None:
     k, took = compiled(), {"share 1.0": 40.0}
     for c in {u.cls for u in k.units}:
         took |= {f"tile {c}": 2.0 + c, f"few {c}": 80.0, f"class {c}": 30.0}
-    bare, classes = probe_stream.fitted(k, took, 1)
+    bare, classes = alone.fitted(k, took, 1)
     fits = [((0, 1), s) for s in (1.0, 0.25, 0.25, 0.25)]
     for n, (units, share) in enumerate(fits):
-        said = bare.kernel_us(probe_stream.work_of(k, classes, units), share) - 2.0
+        said = kernel_us(k, {c.cls: c for c in classes}, bare, every_row(units), share) - 2.0
         took[f"fit {n}"] = 2.0 + said * (1.0, 1.1, 1.3, 1.2)[n]
-    device, same = probe_stream.fitted(k, took, 1, fits)
+    device, same = alone.fitted(k, took, 1, fits)
     assert same == classes
     assert device.excess(8) == pytest.approx(1.0) and device.excess(2) == pytest.approx(1.2)
 
@@ -195,7 +212,7 @@ def test_plans_are_held_against_one_another(tmp_path: pathlib.Path) -> None:
 
 def test_units_cost_their_part_of_a_tile() -> None:
     k = compiled()
-    costs = {u.cls: probe_stream.ClassCost(u.cls, 3.0, 2.0, 0.1) for u in k.units}
+    costs = {u.cls: alone.ClassCost(u.cls, 3.0, 2.0, 0.1) for u in k.units}
     for op in unit_ops(k, costs):
         assert (op.tiles, op.longest_us) == (5, 3.0)
         assert op.latency_us == pytest.approx(2 * 5000 / kernels.TILE)

@@ -6,6 +6,7 @@ and the step exchanges ids as well.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,18 +69,26 @@ class Parted:
         return prep
 
     def init(self) -> Any:
-        rows, dim = self.model.rows[0], self.model.dim
-        layers = self.model.init_layers(np.random.default_rng(0))
-        sharding = NamedSharding(self.mesh, P(AXIS))
-        bound = float(1 / np.sqrt(dim))
+        """The first state: the same one each time, in memory of its own."""
+        placed = NamedSharding(self.mesh, P())
+        return {
+            "tables": self._tables(),
+            "layers": jax.device_put(self._layers, placed, may_alias=False),
+        }
+
+    @functools.cached_property
+    def _tables(self) -> Callable[[], jax.Array]:
+        shape = (self.fields, self.model.rows[0], self.model.dim)
+        bound = float(1 / np.sqrt(self.model.dim))
 
         def tables() -> jax.Array:
-            return jax.random.uniform(
-                jax.random.key(0), (self.fields, rows, dim), minval=-bound, maxval=bound
-            )
+            return jax.random.uniform(jax.random.key(0), shape, minval=-bound, maxval=bound)
 
-        made = jax.jit(tables, out_shardings=sharding)()
-        return {"tables": made, "layers": jax.device_put(layers, NamedSharding(self.mesh, P()))}
+        return jax.jit(tables, out_shardings=NamedSharding(self.mesh, P(AXIS)))
+
+    @functools.cached_property
+    def _layers(self) -> Any:
+        return jax.tree.map(np.asarray, self.model.init_layers(np.random.default_rng(0)))
 
     def step(self) -> Callable[[Any, Any], Any]:
         """Jitted: (state, batch) -> (state, metrics); the state is donated unless it is frozen."""

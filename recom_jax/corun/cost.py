@@ -64,6 +64,21 @@ def total(works: Iterable[Work]) -> Work:
 
 
 @dataclasses.dataclass(frozen=True)
+class Load:
+    """A kernel whose tiles are known one by one, in microseconds.
+
+    Attributes:
+      blocks: that share the tiles, each taking every so manieth; busiest_us: of the block that has most to do.
+      alone_us: of all tiles on a whole device; longest_us: of the slowest tile.
+    """
+
+    blocks: int
+    busiest_us: float
+    alone_us: float
+    longest_us: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Device:
     """The cost model's constants.
 
@@ -95,16 +110,20 @@ class Device:
         )
 
     def kernel_us(self, work: Work, share: float) -> float:
-        """Time of a kernel that has `share` of the processors."""
+        """Time of a kernel that has `share` of the processors; its tiles are taken to be alike."""
         if not (self.processors and work.tiles):
             memory = work.memory_us / min(1.0, share * self.bandwidth_gain)
             return self.launch_us + max(work.compute_us / share, memory)
         tiles = math.ceil(work.tiles - 1e-9)
         blocks = min(self.blocks(share), tiles)
         turns = math.ceil(tiles / blocks) / tiles * work.latency_us
-        spread = max(1.0, self.processors / blocks)  # fewer blocks than processors leave some idle
-        bounds = both(turns, work.alone_us * spread)
-        return self.launch_us + max(work.longest_us, bounds * self.excess(blocks))
+        return self.loaded_us(Load(blocks, turns, work.alone_us, work.longest_us))
+
+    def loaded_us(self, load: Load) -> float:
+        """Time of a kernel."""
+        spread = max(1.0, self.processors / load.blocks)  # fewer than processors leave some idle
+        bounds = both(load.busiest_us, load.alone_us * spread) * self.excess(load.blocks)
+        return self.launch_us + max(load.longest_us, bounds)
 
     def fits(self, work: Work, load: Work, share: float, us: float) -> float:
         """Which part of `work` may join `load` in a kernel with `share` that takes `us` at most, launch included."""

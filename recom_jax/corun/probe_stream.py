@@ -23,41 +23,19 @@ import numpy as np
 
 from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
-from recom_jax.corun.cost import Device, Work, rest_of
-from recom_jax.corun.fuse import segments, whole
-from recom_jax.corun.kernels import TILE, PrepKernels
+from recom_jax.corun.alone import SHARES, ClassCost, alone, fitted
+from recom_jax.corun.cost import Device
+from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.plan import Stage
 from recom_jax.corun.probe import REST, cut, donated_inputs, key_of_step
 from recom_jax.corun.stream import Engine, Times
-from recom_jax.corun.units import unit_ops
+from recom_jax.corun.units import every_row, kernel_us
 from recom_jax.options import Options as CompilerOptions
 from recom_jax.trace import flatten
 
-SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 BESIDE = (0.5, 0.25, 0.125, 0.0625)
-FEW = SHARES[-1]  # a share with which a processor has a block at most
-PARTS = 48  # that nothing is fitted to
-FITS = 3  # for each share, besides everything
 STEPS = 60  # of a run; the ring of samples drops the last ones
 WARM = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class ClassCost:
-    """What a full tile of a class of code costs, in microseconds.
-
-    Attributes:
-      alone_us: the only tile of a launch; turn_us: one of many that a block runs in turns, alone on its processor;
-      full_us: of a launch that fills the device.
-    """
-
-    cls: int
-    alone_us: float
-    turn_us: float
-    full_us: float
-
-
-Part = tuple[tuple[int, ...], float]  # units, and the share of the device that they get
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,99 +157,6 @@ def mean(values: Sequence[float]) -> float:
     return 1e3 * statistics.fmean(late[cut : len(late) - cut]) if late else math.nan
 
 
-def alone(kernels: PrepKernels, seed: int = 0) -> tuple[rt.Schedule, list[Part], list[Part]]:
-    """The schedule of the run in front of the step, and its random parts: to fit to, and held out."""
-    n = len(kernels.units)
-    everything = tuple((k, 0.0, 1.0) for k in range(n))
-    launches = [rt.Launch("first", 0, SHARES[0], everything)]  # brings the batch near
-    launches += [rt.Launch(f"share {s}", 0, s, everything) for s in SHARES]
-    for c in sorted({u.cls for u in kernels.units}):
-        mine = [k for k, u in enumerate(kernels.units) if u.cls == c]
-        pieces = tuple((k, 0.0, 1.0) for k in mine)
-        first = kernels.units[mine[0]]
-        tile = min(1.0, TILE // max(1, first.inner) / first.rows)
-        launches += [
-            rt.Launch(f"tile {c}", 0, 1.0, ((mine[0], 0.0, tile),)),
-            rt.Launch(f"few {c}", 0, FEW, pieces),
-            rt.Launch(f"class {c}", 0, 1.0, pieces),
-        ]
-    rng = np.random.default_rng(seed)
-    fits = [(_drawn(rng, n), s) for s in SHARES for _ in range(FITS)]
-    parts = [(_drawn(rng, n), float(rng.choice(SHARES))) for _ in range(PARTS)]
-    for name, drawn in (("fit", fits), ("part", parts)):
-        for k, (units, share) in enumerate(drawn):
-            pieces = tuple((u, 0.0, 1.0) for u in units)
-            launches.append(rt.Launch(f"{name} {k}", 0, share, pieces))
-    return rt.Schedule(rt.SEQUENTIAL, tuple(launches)), fits, parts
-
-
-def _drawn(rng: np.random.Generator, n: int) -> tuple[int, ...]:
-    """A quarter of the units, or more."""
-    size = int(rng.integers(max(1, n // 4), n + 1))
-    return tuple(sorted(int(u) for u in rng.choice(n, size, replace=False)))
-
-
-def fitted(
-    kernels: PrepKernels, took: dict[str, float], processors: int, fits: Sequence[Part] = ()
-) -> tuple[Device, tuple[ClassCost, ...]]:
-    """The cost model of what kernels took alone, in microseconds: classes, and random parts (`fits`)."""
-    classes = sorted({u.cls for u in kernels.units})
-    launch = min(took[f"tile {c}"] for c in classes)
-    device = Device(launch, processors=processors)
-    made = []
-    for c in classes:
-        units = [u for u in kernels.units if u.cls == c]
-        tiles = sum(-(-u.rows * u.inner // TILE) for u in units)
-        full = sum(u.rows * u.inner for u in units) / TILE
-        single = took[f"tile {c}"] - launch
-        few, whole = (max(0.0, took[f"{n} {c}"] - launch) for n in ("few", "class"))
-        blocks = min(device.blocks(FEW), tiles)
-        turn = few / math.ceil(tiles / blocks)
-        made.append(ClassCost(c, single, turn, min(whole, few) / full))
-    # Classes run one after the other fill the device less well than together.
-    total = sum(m.full_us * full_tiles(kernels, m.cls) for m in made)
-    tiles = sum(-(-u.rows * u.inner // TILE) for u in kernels.units)
-    turns = sum(m.turn_us * full_tiles(kernels, m.cls) for m in made)
-    together = rest_of(
-        took[f"share {SHARES[0]}"] - launch,
-        turns * math.ceil(tiles / min(device.blocks(SHARES[0]), tiles)) / tiles,
-    )
-    by = min(1.0, together / total) if total > 0 else 1.0
-    costs = tuple(dataclasses.replace(m, full_us=m.full_us * by) for m in made)
-    return dataclasses.replace(device, filled=_excess(kernels, took, device, costs, fits)), costs
-
-
-def _excess(
-    kernels: PrepKernels,
-    took: dict[str, float],
-    device: Device,
-    costs: Sequence[ClassCost],
-    fits: Sequence[Part],
-) -> tuple[tuple[float, float], ...]:
-    """`Device.filled`: medians, by blocks a processor, of what kernels took for what the bounds say."""
-    found: dict[int, list[float]] = {}
-    for k, (units, share) in enumerate(fits):
-        work = work_of(kernels, costs, units)
-        blocks = min(device.blocks(share), math.ceil(work.tiles - 1e-9))
-        took_us = took[f"fit {k}"] - device.launch_us
-        said_us = device.kernel_us(work, share) - device.launch_us
-        if said_us > work.longest_us and took_us > 0:  # a single tile's time is what it is
-            near = round(2 * math.log2(blocks / device.processors))  # to within a fifth
-            found.setdefault(near, []).append(took_us / said_us)
-    return tuple((2 ** (n / 2), statistics.median(found[n])) for n in sorted(found))
-
-
-def full_tiles(kernels: PrepKernels, cls: int) -> float:
-    """Tiles of a class, those that are not full in parts."""
-    return sum(u.rows * u.inner for u in kernels.units if u.cls == cls) / TILE
-
-
-def work_of(kernels: PrepKernels, classes: Sequence[ClassCost], units: Sequence[int]) -> Work:
-    """What units cost."""
-    ops = unit_ops(kernels, {c.cls: c for c in classes})
-    return whole(segments([ops[k] for k in units]))
-
-
 def _in_stage(
     kernels: PrepKernels, stage: int, share: float, names: tuple[str, ...]
 ) -> rt.Schedule:
@@ -325,8 +210,9 @@ def probe(
     kernels, fits, parts = drawn[0]
     took = {name: median(values) for name, values in times.kernels}
     device, classes = fitted(kernels, took, processors, fits)
+    costs = {c.cls: c for c in classes}
     held_out = tuple(
-        (share, device.kernel_us(work_of(kernels, classes, units), share), took[f"part {k}"])
+        (share, kernel_us(kernels, costs, device, every_row(units), share), took[f"part {k}"])
         for k, (units, share) in enumerate(parts)
     )
     whole_us = took[f"share {SHARES[0]}"]
@@ -395,7 +281,7 @@ class Prober:
         closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
         self.names = [part.name for part in cut(closed) if part.name != REST]
         donated = donated_inputs(step, state, batch)
-        own = key_of("probe 6", kernels.source, kernels.words)
+        own = key_of("probe 7", kernels.source, kernels.words)
         self.key = key_of_step(closed, donated, 0) + own
         self.cache = Cache.of(CompilerOptions())
         self.values, self._like = values, state
