@@ -201,7 +201,7 @@ def machine_section(cases: Sequence[Data], charts: Mapping[Any, Sequence[Chart]]
     facts += f"{v['jax']} (jaxlib {v['jaxlib']}), numpy {v['numpy']}; the extension built by "
     facts += f"{v['compiler'] or 'an unknown compiler'}, running {v['isa'] or 'unknown'} code."
     title = f"{m['gpu']}, " if "gpu" in m else ""
-    title += f"{m['cpu']}, {m['cores']} cores, JAX {v['jax']}"
+    title += f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, JAX {v['jax']}"
     lines = [f"## {title}", "", facts, "", *reach(cases), "", *corun_table(cases)]
     for data in cases:
         lines += case_section(data, v["isa"], charts.get(plots.key_of(data), ()))
