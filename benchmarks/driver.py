@@ -190,6 +190,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         if name not in todo:
             console.print(f"{name}: measured already, {path_of(out, name)} (--force to repeat)")
+    no_gpu = wants_gpu and not (args.quick or args.list) and not machine.has_gpu()
+    if no_gpu:
+        needing = ", ".join(n for n in todo if CASES[n].gpu)
+        console.print(f"{needing}: JAX has no GPU here (JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}): see "
+                      "`python -m recom_jax doctor`; --quick runs what can run without one")  # fmt: skip
+        return 2
     if args.list:
         minutes = sum(CASES[n].minutes for n in todo)
         console.print(f"to run: {', '.join(todo) or 'nothing'} (about {minutes:g} minutes)")

@@ -55,12 +55,18 @@ def pays(d: Detector, var: Any, value: Val) -> bool:
 
 
 def grows(d: Detector, value: Val) -> bool:
-    """Whether a value repeats lookups along new axes: XLA then spreads the smaller array itd."""
+    """Whether a value repeats lookups or bags along new axes: XLA then spreads the smaller array itself.
+
+    A bag beside its own rows, as in ``rows - rows.mean(1, keepdims=True)``, would be added up once a position; a
+    count beside them, as in ``rows * (w / w.sum(1, keepdims=True))[..., None]``, be counted once a position.
+    """
     if value.expr is None:
         return False
     sizes = [d.unifier.value(n) for n in value.shape]
+    wide = frozenset(k for k, n in enumerate(sizes) if n > 1)
     memo: dict[int, frozenset[int]] = {}
     own = 0
+    counts: list[ir.Expr] = []
     work = [value.expr]
     seen: set[int] = (
         set()
@@ -70,11 +76,21 @@ def grows(d: Detector, value: Val) -> bool:
         if id(e) in seen:
             continue
         seen.add(id(e))
-        if isinstance(e, (ir.Take, ir.Reduce, ir.SegReduce)):
-            if e.takes:
-                own += math.prod(sizes[k] for k in ir.depends(e, memo))
+        if isinstance(e, (ir.Reduce, ir.SegReduce)) and not e.takes:
+            counts.append(e)
+        elif isinstance(e, (ir.Take, ir.Reduce, ir.SegReduce)):
+            axes = ir.depends(e, memo)
+            if not isinstance(e, ir.Take) and wide - axes:
+                return True
+            own += math.prod(sizes[k] for k in axes)
         else:
             work += e.children
+    if counts:
+        # Once a row, not once a value: what does not depend on a row's own axis is computed for all of it.
+        takes = [e for e in ir.walk(value.expr) if isinstance(e, ir.Take)]
+        lanes = frozenset().union(*(ir.depends(e, memo) - ir.depends(e.idx, memo) for e in takes))
+        if any(wide - lanes - ir.depends(e, memo) for e in counts):
+            return True
     return math.prod(sizes) > 2 * own
 
 

@@ -12,15 +12,17 @@ import textwrap
 import time
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import driver, pieces, record
+from benchmarks import driver, machine, pieces, record, report, torch_peers
 from benchmarks.cases import CASES, gpu, gpu_end_to_end, gpu_recflex, gpu_scaling
 from benchmarks.context import Context, Settings
 from benchmarks.pieces import Beside
 from benchmarks.record import Result
 from benchmarks.timing import Plan
+from examples.recom_models import int_hash
 from recom_jax import _recom
 from recom_jax.cuda import kernel, nvrtc, tune
 from recom_jax.errors import CudaError
@@ -67,8 +69,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(_recom, "cuda_time", made.time)
     for case in (gpu, gpu_recflex):
         monkeypatch.setattr(case, "copy_bandwidth", lambda: 4.0)
-    monkeypatch.setattr(gpu_scaling, "on_gpu", lambda: True)
-    monkeypatch.setattr(gpu_end_to_end, "SECONDS", 0.05)
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_end_to_end, "SECONDS", 0.4)
     monkeypatch.setattr(tune, "AXES", (("run", (64,)), ("tiles", (8,))))
     return made
 
@@ -111,6 +113,16 @@ def test_a_piece(device: Device, case: str, piece: str, rows: int, targets: int)
     assert bool(kernels) == bool(device.launched)
 
 
+def test_a_case_for_gpus_is_refused_without_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    monkeypatch.setattr(driver, "run_case", None)
+    assert driver.main(["gpu_serve", "--out", str(tmp_path)]) == 2
+    assert "gpu_serve: JAX has no GPU here" in capsys.readouterr().err
+    assert driver.main(["gpu_serve", "--list", "--out", str(tmp_path)]) == 0
+
+
 def test_all_pieces_have_a_name_of_their_own() -> None:
     for name, case in CASES.items():
         if case.pieces is not None:
@@ -132,9 +144,16 @@ def test_addresses_in_a_table_are_compared_with_several_launches(
 
 def test_a_peer_that_computes_something_else_fails() -> None:
     ours = np.ones((2, 3), np.float32)
-    gpu_recflex.same("g", "torch", ours + 1e-6, ours)
+    torch_peers.same("g", "torch", ours + 1e-6, ours)
     with pytest.raises(RuntimeError, match="g: torch computes something else"):
-        gpu_recflex.same("g", "torch", ours + 1, ours)
+        torch_peers.same("g", "torch", ours + 1, ours)
+
+
+def test_torchs_hash_is_the_models() -> None:
+    x = np.random.default_rng(0).integers(0, 1_000_000, 1000, dtype=np.int32)
+    for rows in (1, 7, 100):
+        want = int_hash(jnp.asarray(x), rows)
+        np.testing.assert_array_equal(torch_peers.hashed(x.astype(np.int64), rows), want)
 
 
 def test_the_faster_hand_batched_form_counts(
@@ -226,8 +245,6 @@ def test_no_piece_waits_for_compilers_until_it_is_ended(
 
 def test_a_partial_result_is_rendered(device: Device, tmp_path: pathlib.Path) -> None:
     """Pieces that are missing are named, and the promises of those that are there are judged."""
-    from benchmarks import machine, report
-
     parts = {"D 512": measured("gpu_recflex", "D 512"), "e": Result()}
     joined = pieces.join(parts, ["D 256", "D 512 jit"])
     record.write(tmp_path / "x.json", {

@@ -221,7 +221,7 @@ def test_a_step_that_raises_leaves_the_pipeline_usable() -> None:
             raise KeyError("table")
         return step(state, batch)
 
-    pipe = corun.Pipeline(prep, failing)
+    pipe = corun.Pipeline(prep, jax.jit(failing))
     with pytest.raises(KeyError, match="table"):
         list(pipe.run({"no table": jnp.zeros(3)}, [raw_batch(k) for k in range(5)]))
     assert losses(pipe, [raw_batch(0)]) == one_by_one([raw_batch(0)])

@@ -36,7 +36,9 @@ int cuDriverGetVersion(int* v) { *v = 13000; return 0; }
 int cuMemAlloc_v2(unsigned long long* p, size_t n) { *p = (unsigned long long)std::malloc(n); return 0; }
 int cuMemFree_v2(unsigned long long p) { std::free((void*)p); return 0; }
 int cuLaunchHostFunc(void*, void (*fn)(void*), void* data) {
-  if (std::getenv("NO_GATE")) return 801;
+#ifdef NO_GATE
+  return 801;
+#endif
   if (worker.joinable()) worker.join();
   held = 1;
   ++gates;
@@ -76,35 +78,28 @@ print(_recom.cuda_time("ptx", {pointers}, [launch] * {number}, 0, {calls}, {repe
 """
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def built(folder: pathlib.Path, *flags: str) -> pathlib.Path:
     """A folder with a libcuda.so.1."""
-    folder = tmp_path_factory.mktemp("driver")
     wanted = re.findall(r'X\(\w+, "(\w+)"', (ROOT / "csrc" / "cuda_driver.h").read_text())
     assert "cuLaunchKernel" in wanted and len(wanted) > 30
     others = [n for n in wanted if not re.search(rf"\b{n}\(", STAND_IN)]
     text = STAND_IN + "".join(f'extern "C" int {n}(...) {{ return 0; }}\n' for n in others)
-    (folder / "driver.cc").write_text(text)
+    source, library = folder / "driver.cc", folder / "libcuda.so.1"
+    source.write_text(text)
     subprocess.run(
-        [
-            "g++",
-            "-shared",
-            "-fPIC",
-            "-pthread",
-            "-o",
-            folder / "libcuda.so.1",
-            folder / "driver.cc",
-        ],
-        check=True,
+        ["g++", "-shared", "-fPIC", "-pthread", *flags, "-o", library, source], check=True
     )
     return folder
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return built(tmp_path_factory.mktemp("driver"))
 
 
 def timed(driver: pathlib.Path, **given: int) -> subprocess.CompletedProcess[str]:
     script = RUN.format(root=str(ROOT), **given)
     env = {"LD_LIBRARY_PATH": str(driver), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
-    if given.get("no_gate"):
-        env["NO_GATE"] = "1"
     return subprocess.run(
         [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120
     )
@@ -129,7 +124,8 @@ def test_no_gate_holds_back_more_than_a_stream_takes(driver: pathlib.Path) -> No
     assert "launches 12002 gates 0" in done.stdout
 
 
-def test_a_driver_that_cannot_is_an_error(driver: pathlib.Path) -> None:
-    done = timed(driver, pointers=32, buffers=3, number=1, calls=1, repeats=1, no_gate=1)
+def test_a_driver_that_cannot_is_an_error(tmp_path: pathlib.Path) -> None:
+    driver = built(tmp_path, "-DNO_GATE")
+    done = timed(driver, pointers=32, buffers=3, number=1, calls=1, repeats=1)
     assert done.returncode != 0
     assert "CUDA cannot hold a stream back" in done.stderr

@@ -11,6 +11,9 @@ import pytest
 from helpers import VERIFY, Bag, assert_same, check, ids, run, table
 
 import recom_jax
+from recom_jax import ir, optimize
+from recom_jax.detect import detect
+from recom_jax.trace import trace
 
 ROWS, DIM, B = 9, 4, 6
 
@@ -412,3 +415,43 @@ def test_a_second_pass_over_positions_finds_no_stale_registers() -> None:
         )
 
     check(model, tables(2), ids((B, 5), ROWS), columns=2, bound=1e-4)
+
+
+# ---- bags beside their own rows ----------------------------------------------------------------------------------
+
+BESIDE: dict[str, tuple[Any, int]] = {
+    "centred": (lambda t, i: t[i] - t[i].mean(1, keepdims=True), 2),
+    "scaled": (
+        lambda t, i: (t[i] - t[i].min(1, keepdims=True)) / (t[i].max(1, keepdims=True) + 9.0),
+        3,
+    ),
+    "softmax": (lambda t, i: jax.nn.softmax(t[i], axis=1), 2),
+    "weights": (lambda t, i: t[i] * ((i > 2) / (i > 2).sum(1, keepdims=True))[..., None], 1),
+    "jagged": (
+        lambda t, i: (
+            t[i] + jax.ops.segment_sum(t[i.ravel()], jnp.arange(60) // 10, 6)[:, None]
+        ),
+        2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_bags_beside_rows_are_made_once_a_bag(name: str) -> None:
+    """As one value they would be added up again at each position."""
+    fn, outputs = BESIDE[name]
+    args = table(9, 4), ids((6, 10), 9)
+    assert_same(optimize(fn, options=VERIFY)(*args), jax.jit(fn)(*args), 1e-4)
+    found, _ = detect(trace(fn, args, ("t", "i")).jaxpr, VERIFY)
+    for out in found.outputs:
+        bags = [e for e in ir.walk(out.val.expr) if isinstance(e, (ir.Reduce, ir.SegReduce))]
+        assert not bags or out.var.aval.shape[1] != 10, out
+    assert len(found.outputs) == outputs, found
+
+
+def test_bags_that_are_divided_by_a_count_stay_one_value() -> None:
+    fn = lambda t, i: (t[i].sum(1) / jnp.maximum((i > 2).sum(1, keepdims=True), 1)).T  # noqa: E731
+    args = table(9, 4), ids((6, 10), 9)
+    found, _ = detect(trace(fn, args, ("t", "i")).jaxpr, VERIFY)
+    (out,) = found.outputs
+    assert sum(isinstance(e, ir.Reduce) for e in ir.walk(out.val.expr)) == 2

@@ -15,6 +15,7 @@ from benchmarks.gpu_kernel import Kernel
 from benchmarks.pieces import Piece
 from benchmarks.record import Result, Row, Target
 from benchmarks.timing import paired_ratio
+from benchmarks.torch_peers import BAGS, recom_columns, same, torch_rows
 from benchmarks.workloads import Workload, make
 from examples.recom_models import RecomModel, int_hash, model_e, model_f
 
@@ -28,8 +29,8 @@ RECOM = {("e", 256): 15, ("e", 2048): 70, ("f", 256): 17, ("f", 2048): 80}
 
 
 def kernel_pieces(settings: Settings) -> dict[str, Piece]:
-    """Models E and F by batch size: ours beside hand-batched jit with a search loop; and with comparisons apart, which
-    XLA compiles for minutes at the larger size."""
+    """Models E and F by batch size: ours beside hand-batched jit with a search loop; with comparisons apart, which
+    XLA compiles for minutes at the larger size; and torch's columns."""
     found: dict[str, Piece] = {}
     for name in "ef":
         for size in (256, 2048):
@@ -37,6 +38,7 @@ def kernel_pieces(settings: Settings) -> dict[str, Piece]:
             found[f"{name} {size} compare"] = functools.partial(
                 _compare_piece, name=name, size=size
             )
+            found[f"{name} {size} torch"] = functools.partial(_torch_piece, name=name, size=size)
     return found
 
 
@@ -84,6 +86,25 @@ def _compare_piece(context: Context, name: str, size: int) -> Result:
     with context.turns.timed() as quiet:
         row = Row.single(group, HAND, steady.DEVICE, "us", pipelined(call, there), note)
     return Result((row,), (), {"timed while others compiled": not quiet})
+
+
+def _torch_piece(context: Context, name: str, size: int) -> Result:
+    try:
+        import torch
+    except ImportError:
+        return Result((), (), {"torch": "not installed"})
+    group = _group(name, size)
+    with context.turns.compiling(), context.progress.step(f"{group}: {BAGS}"):
+        model, _ = _workload(context, name)
+        params = jax.device_put(model.init(seed=0))
+        batch = model.batch(size, 0)
+        kernel = gpu_kernel.kernel_of(model.columns, params, batch)
+        gpu_kernel.time_kernel(kernel, calls=1, repeats=1)
+        run = recom_columns(torch, model, params, batch)
+        same(group, BAGS, run().cpu().numpy(), np.asarray(kernel.results[0]))
+    with context.turns.timed() as quiet:
+        rows = torch_rows(group, BAGS, run)
+    return Result(tuple(rows), (), {"timed while others compiled": not quiet})
 
 
 def _hand(

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,9 +13,9 @@ from benchmarks.cases.gpu import copy_bandwidth, kernel_rows, limits, pipelined
 from benchmarks.context import Context, Settings
 from benchmarks.pieces import Piece
 from benchmarks.record import Result, Row
+from benchmarks.torch_peers import BAGS, Peer, same, there, torch_rows
 from examples.recflex import RecflexModel, recflex
 
-BAGS, EAGER = "torch embedding_bag, CUDA graph", "torch embedding_bag, eager"
 FBGEMM = "FBGEMM, inference"
 JIT = "jax.jit, pipelined"
 SIZES: Mapping[str, tuple[int, ...]] = {
@@ -28,8 +28,6 @@ COMPILED = (
 )
 MAX_ROWS = {"mlperf": 2**20}  # its tables take 52 GB
 LIMITS = {("A", 512): 200, ("B", 512): 75, ("C", 512): 140, ("D", 512): 75}  # microseconds
-
-Peer = Callable[[], Any]
 
 
 def pieces(settings: Settings) -> dict[str, Piece]:
@@ -99,12 +97,6 @@ def _jit_piece(context: Context, name: str, size: int) -> Result:
     return Result((row,), (), {"timed while others compiled": not quiet})
 
 
-def same(group: str, peer: str, theirs: np.ndarray, ours: np.ndarray) -> None:
-    """Raises RuntimeError if a peer computes something else than the kernel."""
-    if theirs.shape != ours.shape or not np.allclose(theirs, ours, rtol=1e-3, atol=1e-3):
-        raise RuntimeError(f"{group}: {peer} computes something else: {theirs.shape}, {ours.shape}")
-
-
 def peers_of(
     model: RecflexModel, params: Any, batch: Any, facts: dict[str, Any]
 ) -> dict[str, Peer]:
@@ -114,8 +106,8 @@ def peers_of(
     except ImportError:
         facts["torch"] = "not installed"
         return {}
-    tables = {f.name: _there(torch, params["tables"][f.name]) for f in model.features}
-    inputs = {k: _there(torch, v) for k, v in batch.items()}
+    tables = {f.name: there(torch, params["tables"][f.name]) for f in model.features}
+    inputs = {k: there(torch, v) for k, v in batch.items()}
     bags = functools.partial(torch_bags, torch, model, tables, inputs)
     found: dict[str, Peer] = {BAGS: bags}
     try:
@@ -125,11 +117,6 @@ def peers_of(
     except Exception as why:  # of a version whose interface differs: no reason to measure nothing
         facts["FBGEMM"] = f"{type(why).__name__}: {why}"
     return found
-
-
-def _there(torch: Any, x: Any) -> Any:
-    made = torch.from_numpy(np.array(x))
-    return made.cuda() if torch.cuda.is_available() else made
 
 
 def torch_bags(torch: Any, model: RecflexModel, tables: Any, inputs: Any) -> Any:
@@ -179,39 +166,6 @@ def fbgemm_bags(torch: Any, model: RecflexModel, tables: Any, inputs: Any) -> Pe
         weights[:, : raw.shape[1]].copy_(raw)
     indices, offsets = torch.cat(ids).to(torch.int32), torch.cat(ends).cuda()
     return functools.partial(made, indices=indices, offsets=offsets)
-
-
-def torch_rows(group: str, name: str, run: Peer) -> list[Row]:
-    """Microseconds of a form of torch's, captured in a CUDA graph and (for its bags) call by call."""
-    import torch
-
-    rows = []
-    with torch.no_grad():
-        for _ in range(2):
-            run()
-        if name == BAGS:
-            eager = _events(torch, run, 1)
-            rows.append(Row.single(group, EAGER, steady.DEVICE, "us", eager))
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = run()
-        rows.append(Row.single(group, name, steady.DEVICE, "us", _events(torch, graph.replay, 5)))
-        del kept
-    return rows
-
-
-def _events(torch: Any, run: Peer, calls: int) -> list[float]:
-    found = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / calls * 1e3)
-    return found
 
 
 def moved_bytes(model: RecflexModel, batch: Any) -> int:
