@@ -24,7 +24,7 @@ QUICK_RESULTS = machine.ROOT / "build" / "benchmarks"
 def parser() -> argparse.ArgumentParser:
     from benchmarks.cases import ALL
 
-    cases = "\n".join(f"  {c.name:<14}{c.title} (about {c.minutes:g} min)" for c in ALL)
+    cases = "\n".join(f"  {c.name:<16} {c.title} (about {c.minutes:g} min)" for c in ALL)
     p = argparse.ArgumentParser(
         prog="python -m benchmarks", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Runs the benchmarks. Cases that this machine has results of, with the same versions "
@@ -190,6 +190,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         if name not in todo:
             console.print(f"{name}: measured already, {path_of(out, name)} (--force to repeat)")
+    no_gpu = wants_gpu and not (args.quick or args.list) and not machine.has_gpu()
+    if no_gpu:
+        needing = ", ".join(n for n in todo if CASES[n].gpu)
+        console.print(f"{needing}: JAX has no GPU here (JAX_PLATFORMS={os.environ['JAX_PLATFORMS']}): see "
+                      "`python -m recom_jax doctor`; --quick runs what can run without one")  # fmt: skip
+        return 2
     if args.list:
         minutes = sum(CASES[n].minutes for n in todo)
         console.print(f"to run: {', '.join(todo) or 'nothing'} (about {minutes:g} minutes)")
@@ -205,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"[bold]{name}[/bold] ({k} of {len(todo)}): {case.title}, "
                       f"about {case.minutes:g} min; load {load}")  # fmt: skip
         if args.force and case.pieces is not None:
-            for piece in case.pieces(settings):
+            for piece in args.pieces or case.pieces(settings):
                 pieces.path_of(out / "kept", name, piece).unlink(missing_ok=True)
         command = command_of(args, name, out)
         if subprocess.run(command, cwd=machine.ROOT, env=environment).returncode:

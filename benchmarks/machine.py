@@ -41,6 +41,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def has_gpu() -> bool:
+    """Whether JAX's default device is a GPU."""
+    return jax.default_backend() == "gpu"
+
+
 def compiler() -> str | None:
     """The compiler that built the extension, from the note it leaves in the file; None if it left none."""
     from recom_jax import ffi

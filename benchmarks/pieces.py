@@ -3,6 +3,7 @@ as soon as it is there, and is not measured again. Processes of one case run bes
 timed parts apart. A case whose pieces are not all there yet says which are missing.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,8 +11,9 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import machine, record
@@ -23,6 +25,7 @@ from benchmarks.turns import Turns
 Piece = Callable[[Context], Result]
 Pieces = Callable[[Settings], Mapping[str, Piece]]
 Join = Callable[[Settings, Mapping[str, Result]], Result]
+WAITING = 0.6  # of the time that is left: a timed part that waits longer for compilers would be ended, not timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +113,11 @@ def run(
     )
 
 
+def command_of(job: Mapping[str, Any]) -> list[str]:
+    """What runs a piece in a process of its own."""
+    return [sys.executable, "-m", "benchmarks.pieces", json.dumps(job)]
+
+
 def _environment(beside: Beside) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
     env.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
@@ -128,35 +136,62 @@ def _spawn(case: str, todo: Sequence[str], paths: Mapping[str, pathlib.Path], co
     begun = time.monotonic()
     waiting, running = list(todo), dict[str, tuple[subprocess.Popen[bytes], float]]()
     failed: dict[str, str] = {}
-    while waiting or running:
-        left = beside.seconds - (time.monotonic() - begun)
-        while waiting and len(running) < beside.processes and left > 0:
-            name = waiting.pop(0)
-            job = {"case": case, "piece": name, "path": str(paths[name]), "kept": str(context.kept),
-                   "settings": dataclasses.asdict(context.settings), "patience": beside.patience,
-                   "compiled": beside.compiled and str(beside.compiled)}  # fmt: skip
-            child = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.pieces", json.dumps(job)],
-                cwd=machine.ROOT,
-                env=_environment(beside),
-            )
-            running[name] = child, time.monotonic()
-        for name, (child, since) in list(running.items()):
-            status = child.poll()
-            if status is None and left <= 0:
-                child.send_signal(signal.SIGKILL)
-                child.wait()
-                failed[name] = f"ended after {time.monotonic() - since:.0f} s"
-            elif status is None:
-                continue
-            elif status:
-                failed[name] = f"exit status {status}"
-            del running[name]
-        if left <= 0:
-            failed |= dict.fromkeys(waiting, "not begun")
-            waiting.clear()
-        time.sleep(0.05)
+    with _ended_with(running):
+        while waiting or running:
+            left = beside.seconds - (time.monotonic() - begun)
+            while waiting and len(running) < beside.processes and left > 0:
+                name = waiting.pop(0)
+                job = {"case": case, "piece": name, "path": str(paths[name]), "kept": str(context.kept),
+                       "settings": dataclasses.asdict(context.settings),
+                       "patience": min(beside.patience, WAITING * left),
+                       "compiled": beside.compiled and str(beside.compiled)}  # fmt: skip
+                child = subprocess.Popen(
+                    command_of(job),
+                    cwd=machine.ROOT,
+                    env=_environment(beside),
+                    process_group=0,
+                )
+                running[name] = child, time.monotonic()
+            for name, (child, since) in list(running.items()):
+                status = child.poll()
+                if status is None and left <= 0:
+                    _end(child)
+                    failed[name] = f"ended after {time.monotonic() - since:.0f} s"
+                elif status is None:
+                    continue
+                elif status:
+                    failed[name] = f"exit status {status}"
+                del running[name]
+            if left <= 0:
+                failed |= dict.fromkeys(waiting, "not begun")
+                waiting.clear()
+            time.sleep(0.05)
     return failed
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ends a piece with all that it started: a profiler left behind would keep the device busy."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+@contextlib.contextmanager
+def _ended_with(running: Mapping[str, tuple[subprocess.Popen[bytes], float]]) -> Iterator[None]:
+    """Ends what runs when this process is asked to end, or fails: groups of their own outlive it otherwise."""
+
+    def leave(*_: Any) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, leave) if here else None
+    try:
+        yield
+    finally:
+        for child, _ in running.values():
+            _end(child)
+        if here:
+            signal.signal(signal.SIGTERM, before)
 
 
 def child(job: Mapping[str, Any]) -> None:

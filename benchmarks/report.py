@@ -183,13 +183,14 @@ def corun_table(cases: Sequence[Data]) -> list[str]:
             if not {IDEAL, UNFUSED, CORUN} <= set(ms):
                 continue
             modes = [number(ms[m]) if m in ms else "" for m in CORUN_MODES]
+            weight = f"{ms[UNFUSED] / ms[IDEAL] - 1:.2f}"
             compared = [f"{ms[CORUN] / ms[IDEAL]:.3f}", f"{ms[UNFUSED] / ms[CORUN]:.2f}"]
-            lines.append([group, *modes, *compared])
+            lines.append([group, *modes, weight, *compared])
     if not lines:
         return []
     head = ["preprocessing beside training, ms a step"]
     head += [f"{CORUN_MODES[m]}:" for m in CORUN_MODES]
-    head += ["co-run / ideal:", "unfused / co-run:"]
+    head += ["unfused weighs:", "co-run / ideal:", "unfused / co-run:"]
     return [*table(head, lines), ""]
 
 
@@ -200,7 +201,7 @@ def machine_section(cases: Sequence[Data], charts: Mapping[Any, Sequence[Chart]]
     facts += f"{v['jax']} (jaxlib {v['jaxlib']}), numpy {v['numpy']}; the extension built by "
     facts += f"{v['compiler'] or 'an unknown compiler'}, running {v['isa'] or 'unknown'} code."
     title = f"{m['gpu']}, " if "gpu" in m else ""
-    title += f"{m['cpu']}, {m['cores']} cores, JAX {v['jax']}"
+    title += f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, JAX {v['jax']}"
     lines = [f"## {title}", "", facts, "", *reach(cases), "", *corun_table(cases)]
     for data in cases:
         lines += case_section(data, v["isa"], charts.get(plots.key_of(data), ()))

@@ -122,7 +122,7 @@ void Runtime::collect(size_t at) {
   if (s.used && s.kernels == s.begun.size() && next.used && backend_->done(next.taken)) {
     std::vector<double> ms;
     for (size_t i = 0; i < s.begun.size(); ++i) {
-      ms.push_back(backend_->elapsed_ms(s.begun[i], s.ended[i]));
+      ms.push_back(s.skipped ? 0 : backend_->elapsed_ms(s.begun[i], s.ended[i]));
     }
     for (size_t i = 0; i < s.marks.size(); ++i) {
       ms.push_back(s.marked[i] ? backend_->elapsed_ms(s.taken, s.marks[i]) : -1);
@@ -134,7 +134,7 @@ void Runtime::collect(size_t at) {
   }
   s.kernels = 0;
   std::fill(s.marked.begin(), s.marked.end(), 0);
-  s.used = false;
+  s.used = s.skipped = false;
 }
 
 void Runtime::pack(int slot, const std::vector<Part>& parts, int threads) {
@@ -200,9 +200,18 @@ void Runtime::launch(Slot* s, int last_stage, bool in_time, Stream stream) {
   const bool all_done = before == n && n > 0;
   if (all_done) return;
   if (n > 0 && plan_.kernels[before].stage > last_stage) return;
+  Place& place = places_[s->place];
+  if (plan_.mode == kOnce && place.written) {
+    s->launched = n;
+    if (plan_.profile) {
+      samples_[s->sample].kernels = n;
+      samples_[s->sample].skipped = true;
+    }
+    return;
+  }
   if (before == 0) {
     backend_->wait(stream, s->copied);
-    backend_->wait(stream, places_[s->place].consumed);
+    backend_->wait(stream, place.consumed);
   }
   while (s->launched < n && plan_.kernels[s->launched].stage <= last_stage) {
     const KernelPlan& k = plan_.kernels[s->launched];
@@ -211,7 +220,7 @@ void Runtime::launch(Slot* s, int last_stage, bool in_time, Stream stream) {
     p.words = reinterpret_cast<const long long*>(words_);
     p.in = reinterpret_cast<const unsigned char*>(s->in);
     p.consts = reinterpret_cast<const unsigned char*>(consts_);
-    p.out = reinterpret_cast<unsigned char*>(places_[s->place].out);
+    p.out = reinterpret_cast<unsigned char*>(place.out);
     p.n_tiles = k.n_tiles;
     if (plan_.profile) backend_->record(samples_[s->sample].begun[s->launched], stream);
     backend_->launch(static_cast<unsigned>(std::min(k.blocks, k.n_tiles)), p, stream);
@@ -223,7 +232,10 @@ void Runtime::launch(Slot* s, int last_stage, bool in_time, Stream stream) {
     ++stats_.launched;
     if (!in_time && k.stage <= static_cast<int>(plan_.stages.size())) ++stats_.late;
   }
-  if (s->launched == n) backend_->record(s->ready, stream);
+  if (s->launched == n) {
+    backend_->record(s->ready, stream);
+    place.written = true;
+  }
 }
 
 // Launches what the running step's stage allows for the next batch.
@@ -282,7 +294,7 @@ void Runtime::begin_locked(int slot, Stream xla) {
   if (staged_.empty() || staged_.front() != slot)
     throw std::runtime_error("recom corun: a step asks for a batch that is not the next one");
   Slot& s = slots_[slot];
-  const bool sequential = plan_.mode == kSequential;
+  const bool sequential = plan_.mode == kSequential || plan_.mode == kOnce;
   if (used_ >= 0) backend_->record(places_[used_].consumed, xla);
   if (plan_.profile) backend_->record(samples_[s.sample].arrived, xla);
   launch(&s, kAll, sequential, sequential ? xla : work_);

@@ -39,6 +39,9 @@ enum Mode : int {
   kPlan = 0,        // kernels start at their stages
   kEager = 1,       // as soon as the raw batch is there, on our stream
   kSequential = 2,  // in `take`, on XLA's stream
+  // The same for the first batch in each place; what comes later is taken to be that batch again.
+  // So that steps can be timed with nothing beside them.
+  kOnce = 3,
 };
 
 struct KernelPlan {
@@ -126,6 +129,7 @@ class Runtime {
   struct Place {
     Address out = 0;
     Event consumed;
+    bool written = false;
   };
   // What is timed of a batch. Looked at when its turn comes again, long after it has run.
   struct Sample {
@@ -135,6 +139,7 @@ class Runtime {
     size_t kernels = 0;               // how many were recorded
     std::vector<char> marked;
     bool used = false;
+    bool skipped = false;  // no kernel ran
   };
 
   void begin_locked(int slot, Stream xla);

@@ -62,7 +62,6 @@ int columns_per_tile(const UnitShape& u, const Geometry& g, int64_t result_bytes
   // writes: nothing to gain from neighbours.
   if (u.form == recom_cuda::kJagged || u.alone) return 1;
   const int64_t each = int64_t{g.lanes} * g.slices;
-  if (run_bytes <= 0) run_bytes = kRunBytes;
   int64_t columns = (run_bytes + result_bytes - 1) / std::max<int64_t>(result_bytes, 1);
   // Few bags leave threads idle. A warp is filled in any case, a block only where other blocks fill
   // the device.
@@ -76,13 +75,18 @@ int64_t jagged_passes(const UnitShape& u, const Geometry& g, int64_t bags_per_pa
                       int sms) {
   const double share = left / (2.0 * kJaggedBlocks * sms);
   const double passes = std::max(share / g.pass_cost, double{kMaxPasses});
-  const double fit =
-      kStagePositions / std::max(u.positions * static_cast<double>(bags_per_pass), 1.0);
+  const double fit = kStageWords / ((u.positions + 1) * static_cast<double>(bags_per_pass));
   return static_cast<int64_t>(std::max(std::min(passes, fit), 1.0));
 }
 
+PlanChoice chosen(PlanChoice choice, bool uneven, double threads, int sms) {
+  const bool even = !uneven && threads >= full(sms);
+  if (choice.run_bytes <= 0) choice.run_bytes = even ? kEvenRunBytes : kRunBytes;
+  if (choice.tiles_per_sm <= 0) choice.tiles_per_sm = even ? kEvenTilesPerSm : kTilesPerSm;
+  return choice;
+}
+
 int64_t passes_per_tile(double pass_cost, double total, int sms, int tiles_per_sm) {
-  if (tiles_per_sm <= 0) tiles_per_sm = kTilesPerSm;
   const double target = total / (static_cast<double>(sms) * tiles_per_sm);
   const double passes = std::clamp(target / pass_cost, 1.0, double{kMaxPasses});
   return static_cast<int64_t>(passes);

@@ -11,24 +11,24 @@ namespace recom {
 // Blocks of 256 threads that an SM holds at most (2,048 threads).
 inline constexpr int kBlocksPerSm = 8;
 // Tiles aimed at: twice what is resident, so that the last ones to finish are short against the
-// whole.
-inline constexpr int kTilesPerSm = 2 * kBlocksPerSm;
+// whole; as many as are resident where a launch fills the device with bags of one length.
+inline constexpr int kTilesPerSm = 2 * kBlocksPerSm, kEvenTilesPerSm = kBlocksPerSm;
 // A block amortises reading its words over passes; more than a few make the tail long.
 inline constexpr int kMaxPasses = 8;
 // Blocks with jagged bags that an SM really holds, for their registers.
 inline constexpr int kJaggedBlocks = 5;
-// Positions that a tile of jagged bags aims at, at most: with some to spare, 4-byte ids of so many
-// fit its stage of shared memory (kStageBytes in recom_tile.cuh).
-inline constexpr double kStagePositions = 3480;
-// A store's run of adjacent columns: a whole cache line.
-inline constexpr int64_t kRunBytes = 128;
+// Positions and bags that a tile of jagged bags aims at, at most: with some to spare, 4-byte ids
+// and limits of so many fit its stage of shared memory (kStageBytes in recom_tile.cuh).
+inline constexpr double kStageWords = 3580;
+// A store's run of adjacent columns: a whole cache line, or two sectors of 32 bytes, likewise.
+inline constexpr int64_t kRunBytes = 128, kEvenRunBytes = 64;
 
 // What may be chosen otherwise than the model does, where that was measured to be faster. 0: the
 // model's choice.
 struct PlanChoice {
   double slice_positions = 0;  // that a slice of a jagged bag has at least
-  int64_t run_bytes = 0;       // of adjacent columns in a tile: the model's kRunBytes
-  int tiles_per_sm = 0;        // aimed at: the model's kTilesPerSm
+  int64_t run_bytes = 0;       // of adjacent columns in a tile
+  int tiles_per_sm = 0;        // aimed at
 };
 
 // What the model knows of a unit.
@@ -61,6 +61,9 @@ int columns_per_tile(const UnitShape& unit, const Geometry& g, int64_t result_by
 // beginning. (Guided self-scheduling, Polychronopoulos and Kuck 1987.)
 int64_t jagged_passes(const UnitShape& unit, const Geometry& g, int64_t bags_per_pass, double left,
                       int sms);
+
+// What is left to the model in `choice`. `uneven`: some bags are jagged.
+PlanChoice chosen(PlanChoice choice, bool uneven, double threads, int sms);
 
 // Passes of a tile so that a launch of `total` cost has about that many tiles an SM.
 int64_t passes_per_tile(double pass_cost, double total, int sms, int tiles_per_sm);

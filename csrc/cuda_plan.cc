@@ -71,6 +71,8 @@ class Planner {
     }
     out.aligned = k.vec > 1 && width % k.vec == 0;
     for (int i : k.ops) out.aligned = out.aligned && aligned(c, c.ops[i], col, k.vec);
+    // Code for staged tiles of jagged bags multiplies strides of 32 bits.
+    if (k.form == recom_cuda::kJagged) out.aligned = out.aligned && near(c, k, col);
     return out;
   }
 
@@ -137,6 +139,15 @@ class Planner {
     if (lookup) return whole(v[o.n]);
     return v[o.feature] == 1 &&
            std::all_of(o.strides.begin(), o.strides.end(), [&](int s) { return whole(v[s]); });
+  }
+
+  static bool near(const ColumnClass& c, const CudaClass& k, const Plan::Col& col) {
+    for (int i : k.stores) {
+      for (int s : c.ops[i].strides) {
+        if (col.v[s] < 0 || col.v[s] > INT32_MAX) return false;
+      }
+    }
+    return true;
   }
 
   // ---- launches ----
@@ -251,14 +262,18 @@ class Planner {
       const UnitShape s = shape_of(u);
       threads += static_cast<double>(s.bags) * recom_cuda::lanes_for(s.form, s.width, s.vec);
     }
+    const bool uneven = std::any_of(units.begin(), units.end(), [](const Unit& u) {
+      return u.shape.form == recom_cuda::kJagged;
+    });
+    const PlanChoice choice = chosen(launch_.choice, uneven, threads, call_.sms);
     std::vector<Group> groups;
     for (size_t i = 0; i < units.size();) {
       size_t end = i + 1;
       while (end < units.size() && follows(units[end - 1], units[end])) ++end;
       const UnitShape s = shape_of(units[i]);
-      const Geometry g = geometry(s, threads, call_.sms, launch_.choice.slice_positions);
+      const Geometry g = geometry(s, threads, call_.sms, choice.slice_positions);
       const int n = columns_per_tile(s, g, units[i].result_bytes, end - i, threads, call_.sms,
-                                     launch_.choice.run_bytes);
+                                     choice.run_bytes);
       for (; i < end; i += n) {
         const int columns = static_cast<int>(std::min<size_t>(n, end - i));
         const int64_t per_pass = recom_cuda::kThreads / (g.lanes * g.slices * columns);
@@ -284,8 +299,7 @@ class Planner {
       const int64_t wanted =
           u.shape.form == recom_cuda::kJagged
               ? jagged_passes(u.shape, g.geometry, g.bags_per_pass, left, call_.sms)
-              : passes_per_tile(g.geometry.pass_cost, total, call_.sms,
-                                launch_.choice.tiles_per_sm);
+              : passes_per_tile(g.geometry.pass_cost, total, call_.sms, choice.tiles_per_sm);
       const int64_t each = std::max(wanted, least);
       left -= g.geometry.pass_cost * static_cast<double>(g.passes);
       const int64_t n = (g.passes + each - 1) / each;

@@ -1,7 +1,10 @@
 #include "cuda_time.h"
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -44,6 +47,53 @@ struct Prepared {
   std::vector<std::vector<char>> points;  // parameters of the kernel that fills it
 };
 
+// Should a stream take in fewer launches than are to be timed, the host waits for it: it goes on by
+// itself.
+constexpr auto kPatience = std::chrono::milliseconds(100);
+
+// Holds a stream back until what shall be timed is queued behind: a launch with kilobytes of
+// parameters takes the host as long as a small kernel takes the device.
+class Gate {
+ public:
+  Gate(const Driver& d, Stream stream) : d_(d), stream_(stream) {}
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  ~Gate() { end(); }
+  void close() {
+    set(false);
+    d_.check(d_.host_function(stream_, &Gate::wait, this), "hold a stream back");
+  }
+  void open() { set(true); }
+  // Opens it for good. The stream may not have looked yet.
+  void end() {
+    open();
+    if (stream_) d_.stream_synchronize(stream_);
+    stream_ = nullptr;
+  }
+
+ private:
+  void set(bool open) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_ = open;
+    changed_.notify_all();
+  }
+  static void wait(void* self) {
+    auto* gate = static_cast<Gate*>(self);
+    std::unique_lock<std::mutex> lock(gate->mutex_);
+    gate->changed_.wait_for(lock, kPatience, [gate] { return gate->open_; });
+  }
+
+  const Driver& d_;
+  Stream stream_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = true;
+};
+
+// Launches that a stream surely takes in while it is held back; with more of them the host would
+// wait.
+constexpr size_t kQueued = 256;
+
 // Parameters of recom_point for all buffers of a launch.
 std::vector<std::vector<char>> points_of(Pointer table, const std::vector<uint64_t>& buffers) {
   std::vector<std::vector<char>> out;
@@ -62,7 +112,7 @@ std::vector<std::vector<char>> points_of(Pointer table, const std::vector<uint64
 
 std::vector<double> time_launches(std::string_view image, int pointers,
                                   const std::vector<TimedLaunch>& launches, int device, int calls,
-                                  int repeats, int64_t flush_bytes) {
+                                  int repeats, int64_t flush_bytes, int shared_percent) {
   const Driver& d = Driver::get();
   const DeviceScope scope(d, device);
   const std::string text(image);  // ends with a zero, as PTX must
@@ -70,6 +120,7 @@ std::vector<double> time_launches(std::string_view image, int pointers,
   d.check(d.module_load(&module, text.c_str(), 0, nullptr, nullptr), "load a module");
   Function kernel;
   d.check(d.module_function(&kernel, module, "recom_fused"), "find the kernel");
+  if (shared_percent != -2) d.spare_cache(kernel, device, recom_cuda::kThreads, shared_percent);
   Function point = nullptr;
   if (pointers == 0) {
     d.check(d.module_function(&point, module, "recom_point"), "find the table's kernel");
@@ -116,18 +167,24 @@ std::vector<double> time_launches(std::string_view image, int pointers,
   };
   call();
   d.check(d.stream_synchronize(stream), "run the kernel");
+  size_t queued = 0;
+  for (const Prepared& p : prepared) queued += calls * (1 + p.points.size());
   std::vector<double> out;
+  Gate gate(d, stream);
   for (int r = 0; r < repeats; ++r) {
+    if (queued <= kQueued) gate.close();
     if (flush_bytes)
       d.check(d.mem_set_async(flush.at(), r & 255, flush_bytes, stream), "set memory");
     d.check(d.event_record(begin, stream), "record an event");
     for (int c = 0; c < calls; ++c) call();
     d.check(d.event_record(end, stream), "record an event");
+    gate.open();
     d.check(d.event_synchronize(end), "run the kernel");
     float ms = 0;
     d.check(d.event_elapsed(&ms, begin, end), "tell a time");
     out.push_back(static_cast<double>(ms) / calls);
   }
+  gate.end();
   d.event_destroy(begin);
   d.event_destroy(end);
   d.stream_destroy(stream);

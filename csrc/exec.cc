@@ -5,6 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "prefetch.h"
+
 namespace recom {
 namespace {
 
@@ -66,8 +68,21 @@ void Exec::column(const Plan::Col& col, int64_t bag0, int64_t bag1) {
   }
 }
 
-void Exec::columns(const Plan::Col* cols, int n, int64_t bag0, int64_t bag1) {
+void Exec::prefetch_inputs(const Plan::Col& col, int64_t bag, int64_t bags) const {
+  for (const Op& o : col.cls->ops) {
+    if (o.op != opcode::k_LOAD || o.pos) continue;
+    const Register& g = col.cls->regs[o.dst];
+    const int64_t* w = col.v + o.words;
+    // Elements that lie apart are of a matrix, whose lines neighbouring columns share.
+    if (g.width_slot >= 0 || w[0] != 1 || w[2] != 1) continue;
+    const char* base = static_cast<const char*>(operands_[col.v[o.buffer]].data);
+    prefetch(base + (col.v[o.offset] + bag) * g.size, bags * g.size);
+  }
+}
+
+void Exec::columns(const Plan::Col* cols, int n, const Plan::Col* end, int64_t bag0, int64_t bag1) {
   constexpr int kMost = kGroupBytes / 16, kRowBytes = 128;  // rows are of 16 to 128 bytes
+  constexpr int kColumnsAhead = 4;
   const char* rows[kMost * kGroupTile];
   alignas(64) char fills[kMost][kRowBytes];
   alignas(64) static const char zeros[kRowBytes] = {};
@@ -75,18 +90,34 @@ void Exec::columns(const Plan::Col* cols, int n, int64_t bag0, int64_t bag1) {
   for (int64_t b = bag0; b < bag1; b += kGroupTile) {
     bag0_ = b;
     bags_ = std::min(kGroupTile, bag1 - b);
+    const int64_t after = b + bags_, bags_after = std::min(kGroupTile, bag1 - after);
     for (int i = 0; i < n; ++i) {
+      const int next = i + kColumnsAhead;
+      if (next < n) {
+        prefetch_inputs(cols[next], b, bags_);
+      } else if (bags_after > 0) {
+        if (next < 2 * n) prefetch_inputs(cols[next - n], after, bags_after);
+      } else if (next < end - cols) {
+        prefetch_inputs(cols[next], bag0, std::min(kGroupTile, bag1 - bag0));
+      }
       col_ = cols + i;
       const int at = col_->cls->plain_take;
       const Op& o = col_->cls->ops[at];
-      run(0, at, bag0_, bags_);
       const TableRef t = table(o);
       const int64_t size = info(o.dst).size;
       bytes = t.width * size;
+      // Rows come while the other columns' ids are computed. The whole of a small table is fewer
+      // lines than its rows one by one, and in order.
+      const bool small =
+          t.row_stride == t.width && t.limit <= 4 * bags_ && t.limit * bytes <= 64 * bags_;
+      if (small) prefetch(t.base, t.limit * bytes);
+      run(0, at, bag0_, bags_);
       if (b == bag0) k_.fill[size](fills[i], t.fill, t.width);
+      const char** to = rows + i * kGroupTile;
       bad_index_ |=
           !k_.row_pointers(t, t.row_stride * size, reinterpret_cast<const int64_t*>(reg_[o.a]),
-                           fills[i], zeros, rows + i * kGroupTile, bags_);
+                           fills[i], zeros, to, bags_);
+      for (int64_t k = 0; k < bags_ && !small; ++k) prefetch(to[k], bytes);
     }
     col_ = cols;
     const Op& first = col_->cls->ops[col_->cls->plain_take];

@@ -30,8 +30,9 @@ class Exec {
         reg_(regs) {}
 
   void column(const Plan::Col& col, int64_t bag0, int64_t bag1);
-  // `n` plain lookup columns whose rows lie side by side (Plan::Col::group).
-  void columns(const Plan::Col* cols, int n, int64_t bag0, int64_t bag1);
+  // `n` plain lookup columns whose rows lie side by side (Plan::Col::group). The columns up to
+  // `end` come after them, for the same bags.
+  void columns(const Plan::Col* cols, int n, const Plan::Col* end, int64_t bag0, int64_t bag1);
   // Some lookup met an index that is neither inside its table nor -1 or -2.
   bool bad_index() const { return bad_index_; }
 
@@ -42,6 +43,8 @@ class Exec {
   void jagged(const Op& o, int self);
   void step(const Op& o, int64_t start, int64_t count);
 
+  // Asks for a column's inputs of these bags.
+  void prefetch_inputs(const Plan::Col& col, int64_t bag, int64_t bags) const;
   void load(const Op& o, int64_t start, int64_t count);
   void affine(const Op& o, int64_t start, int64_t count);
   void expand(const Op& o, int64_t start, int64_t count);
@@ -51,6 +54,8 @@ class Exec {
   void take(const Op& o, int64_t count);
   void store(const Op& o);
   void reduce(const Op& o, int64_t start, int64_t count);
+  // Asks for the rows that items [item, end) of the chunk look up. Returns `end`.
+  int64_t prefetch_rows(const Op& o, const TableRef& t, int64_t item, int64_t end) const;
   // Bags [bag, bag + bags) of the tile, each with `positions` items, from item `item` of the chunk.
   void reduce_run(const Op& o, int64_t bag, int64_t bags, int64_t item, int64_t positions,
                   bool first);

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "exec.h"
+#include "prefetch.h"
 
 namespace recom {
 namespace {
@@ -19,6 +20,11 @@ void put_nan(char* p, int t) {
     std::memcpy(p, &v, 4);
   }
 }
+
+// Tables above this are not in the cache by themselves.
+constexpr int64_t kBigTable = 1 << 17;
+// How far ahead rows of such a table are asked for: positions, bytes of their rows, and of one row.
+constexpr int64_t kLeastAhead = 8, kMostAhead = 64, kBytesAhead = 16 << 10, kRowAhead = 512;
 
 bool is_reduction(const Op& o) { return o.op == opcode::k_POOL || o.op == opcode::k_ACC; }
 
@@ -77,13 +83,46 @@ void Exec::start_reductions(int begin, int end) {
   }
 }
 
+// A row of a big table costs an address translation and a trip to memory. In a loop of their own
+// many of them are under way at once; in a loop that also sums up, few are.
+int64_t Exec::prefetch_rows(const Op& o, const TableRef& t, int64_t item, int64_t end) const {
+  const int64_t size = element_size(operands_[col_->v[o.buffer]].dtype);
+  const int64_t bytes = std::min(t.width * size, kRowAhead);
+  const auto* idx = reinterpret_cast<const int64_t*>(reg_[o.a]);
+  const auto* base = static_cast<const char*>(t.base);
+  for (int64_t i = item; i < end; ++i) {
+    if (static_cast<uint64_t>(idx[i]) >= static_cast<uint64_t>(t.limit)) continue;
+    if (segs_ && (segs_[i] < bag0_ || segs_[i] >= bag0_ + bags_)) continue;
+    prefetch(base + idx[i] * t.row_stride * size, bytes);
+  }
+  return end;
+}
+
 void Exec::reduce(const Op& o, int64_t start, int64_t count) {
+  // Items whose rows are asked for: all, where the table is small.
+  int64_t asked = count, ahead = 0;
+  TableRef t{};
+  if (o.op == opcode::k_POOL) {
+    t = table(o);
+    const int64_t size = element_size(operands_[col_->v[o.buffer]].dtype);
+    const __int128 bytes = static_cast<__int128>(t.limit) * t.row_stride * size;
+    if (t.width > 0 && bytes > kBigTable) {
+      asked = 0;
+      ahead = std::min(std::max(kBytesAhead / (t.width * size), kLeastAhead), kMostAhead);
+    }
+  }
+  const auto ask = [&](int64_t end) {
+    if (asked < count && asked < end + ahead / 2) {
+      asked = prefetch_rows(o, t, asked, std::min(end + ahead, count));
+    }
+  };
   if (segs_) {
     // Runs of positions of one bag.
     for (int64_t i = 0; i < count;) {
       int64_t n = 1;
       while (i + n < count && segs_[i + n] == segs_[i]) ++n;
       const int64_t bag = segs_[i] - bag0_;
+      ask(i + n);
       if (segs_[i] >= bag0_ && bag < bags_) reduce_run(o, bag, 1, i, n, false);
       i += n;
     }
@@ -93,11 +132,14 @@ void Exec::reduce(const Op& o, int64_t start, int64_t count) {
     const int64_t bag = (start + done) / inner_, at = (start + done) % inner_;
     const int64_t left = count - done;
     if (at == 0 && left >= inner_) {
-      const int64_t bags = left / inner_;
+      int64_t bags = left / inner_;
+      if (ahead > 0) bags = std::min(bags, std::max<int64_t>(ahead / inner_, 1));
+      ask(done + bags * inner_);
       reduce_run(o, bag - bag0_, bags, done, inner_, true);
       done += bags * inner_;
     } else {
       const int64_t n = std::min(inner_ - at, left);
+      ask(done + n);
       reduce_run(o, bag - bag0_, 1, done, n, at == 0);
       done += n;
     }
@@ -132,9 +174,6 @@ void Exec::reduce_run(const Op& o, int64_t bag, int64_t bags, int64_t item, int6
   a.bags = bags;
   a.dst_pitch = to.pitch;
   a.first = first;
-  const __int128 bytes =
-      static_cast<__int128>(a.table.limit) * a.table.row_stride * element_size(type);
-  a.prefetch = bytes > (1 << 17);
   bad_index_ |= !k_.pool[o.sub][type][g.dtype](a, to.base + bag * to.pitch * g.size);
 
   const int64_t scan = (o.flags & flag::k_ONE_HOT) ? v[o.words + 2] : -1;

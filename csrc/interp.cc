@@ -180,10 +180,11 @@ void run_program(const Program& program, const std::vector<Buffer>& physical,
     char* base = s.bytes.data();
     base += (64 - reinterpret_cast<uintptr_t>(base) % 64) % 64;
     Exec exec(k, operands, results, scans, base, s.regs.data());
+    const Plan::Col* const cols = plan->cols.data();
     for (int c = chunk.col0; c < chunk.col1;) {
-      const Plan::Col& col = plan->cols[c];
+      const Plan::Col& col = cols[c];
       if (col.group > 1) {
-        exec.columns(&col, col.group, chunk.bag0, chunk.bag1);
+        exec.columns(&col, col.group, cols + chunk.col1, chunk.bag0, chunk.bag1);
       } else {
         exec.column(col, chunk.bag0, chunk.bag1);
       }

@@ -34,7 +34,6 @@ struct PoolArgs {
   int64_t bags;  // bags in this call, dst_pitch elements apart, each with `positions` positions
   int64_t dst_pitch;
   bool first;
-  bool prefetch;
 };
 
 struct Kernels {

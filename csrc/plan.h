@@ -24,7 +24,7 @@ struct Buffer {
 // Positions in a chunk of a region: registers of this length stay in the first-level cache.
 inline constexpr int64_t kMaxChunk = 512;
 // Bags in a tile of columns that are copied side by side, and how many bytes wide they are at most.
-inline constexpr int64_t kGroupTile = 32;
+inline constexpr int64_t kGroupTile = 128;
 inline constexpr int64_t kGroupBytes = 512;
 // Bags in a tile of a column without jagged regions.
 inline constexpr int64_t kMaxTile = 128;

@@ -7,7 +7,10 @@
 namespace recom {
 namespace {
 
-constexpr int64_t kSmallWork = 20000;  // element operations that one thread does at once
+// Element operations, of which a thread does two or three a nanosecond. Waking a thread of the pool
+// takes tens of microseconds, and more where the cores are busy: what the caller has done in a
+// hundred, it does alone. A chunk is worth taking once somebody is awake.
+constexpr int64_t kSmallWork = 200000, kLeastChunk = 5000;
 
 // Bytes of the rows that a plain lookup column writes through, 0 if it is no such column.
 int64_t plain_bytes(const Plan::Col& col, const std::vector<Buffer>& operands) {
@@ -79,7 +82,7 @@ void cut_chunks(const std::vector<double>& cost, int threads, Plan* plan) {
   for (size_t i = 0; i < cost.size(); ++i) total_cost += cost[i] * plan->cols[i].bags;
   plan->small = total_cost < kSmallWork || threads <= 1;
   const double target =
-      plan->small ? total_cost + 1 : std::max(total_cost / (threads * 16.0), kSmallWork / 4.0);
+      plan->small ? total_cost + 1 : std::max(total_cost / (threads * 16.0), double{kLeastChunk});
   size_t i = 0;
   while (i < plan->cols.size()) {
     const Plan::Col& first = plan->cols[i];

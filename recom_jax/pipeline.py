@@ -215,7 +215,10 @@ _SERIAL = itertools.count()
 
 
 def dump(options: Options, **stages: Any) -> None:
-    """Writes each stage's printed form, if asked to. A folder that cannot be written is a warning, not an error."""
+    """Writes each stage's printed form, if asked to; bytes as they are, to a file that ends in the stage's name.
+
+    A folder that cannot be written is a warning, not an error.
+    """
     folder = options.dumps_to
     if folder is None:
         return
@@ -224,6 +227,9 @@ def dump(options: Options, **stages: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with ir.numbered():
             for k, (name, value) in enumerate(stages.items()):
-                (folder / f"{serial:04d}_{k}_{name}.txt").write_text(f"{value}\n")
+                if isinstance(value, bytes):
+                    (folder / f"{serial:04d}_{k}.{name}").write_bytes(value)
+                else:
+                    (folder / f"{serial:04d}_{k}_{name}.txt").write_text(f"{value}\n")
     except OSError as why:
         warn_once(f"recom_jax: cannot write stage dumps to {folder}: {why}")

@@ -7,6 +7,9 @@ if "cuda" in os.environ["JAX_PLATFORMS"]:
     # A GPU's own default rounds the factors of a product: one_hot(ids) @ table would not be the table's row.
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # And it leaves out a rounding to 16 bits where the number is widened again at once (docs/semantics.md).
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_allow_excess_precision=false".strip()
 os.environ["RECOM_VERIFY"] = "1"  # the IR's rules are checked after every stage
 
 from hypothesis import HealthCheck, settings

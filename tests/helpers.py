@@ -8,6 +8,7 @@ run fused.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +55,28 @@ class Bag:
         )
 
 
+POISON = 0xA5  # the byte that memory which nobody wrote holds
+
+
+def poison(like: Any) -> None:
+    """On a GPU: what the next call leaves unwritten of results of these shapes and dtypes holds `POISON`.
+
+    XLA's pool gives memory out again, so a kernel that writes nothing could return what an earlier one wrote. Many
+    buffers at once take every free place that a result may get.
+    """
+    if (
+        jax.default_backend() == "cpu"
+    ):  # tests of the interpreter and of emulated kernels do so themselves
+        return
+    plain = [x for x in jax.tree.leaves(like) if not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
+    sizes = {math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in plain}
+    for size in sizes - {0}:
+        junk = np.full(size, POISON, np.uint8)
+        copies = [jax.device_put(junk) for _ in range(max(2, min(64, (64 << 20) // size)))]
+        for x in jax.block_until_ready(copies):
+            x.delete()
+
+
 def run(
     fn: Callable[..., Any], *args: Any, options: recom_jax.Options = VERIFY, **keywords: Any
 ) -> tuple[Any, recom_jax.Report]:
@@ -89,6 +112,7 @@ def check(
     """
     optimized = recom_jax.optimize(fn, options=options, **keywords)
     expected = jax.jit(fn, **keywords)(*args)
+    poison(expected)
     actual = optimized(*args)
     tolerance = bound.tolerance(fn, args) if isinstance(bound, Bag) else bound
     assert_same(actual, expected, tolerance)

@@ -169,7 +169,7 @@ def main(args: Sequence[str] | None = None) -> int:
     begun, tally = time.monotonic(), _Tally()
     run = _Run(o, tally)
     # What is known is worth more than a clean end: `timeout` and Ctrl-C get the summary, too.
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGINT may be ignored
     try:
         run.all()
     except KeyboardInterrupt:

@@ -292,7 +292,7 @@ def test_8_bit_tables_are_differentiated_as_written(kind: str) -> None:
     assert not is_fused(swapped, t, u)
     want = pulled(lambda t, u: plain(u, t), t, u)[1]
     assert_same(got.astype(jnp.float32), want.astype(jnp.float32))
-    report = optimize(plain).explain(u, t).gradients
+    report = optimize(plain).explain(u, t).gradients_on("cpu")
     assert {g.table: g.reason for g in report} == {"u": "", "t": "a table of 8-bit floats"}
 
 

@@ -313,7 +313,9 @@ def test_plans_beside_training_are_summed_up_in_a_table() -> None:
     modes = [("no preprocessing", 2.0), ("sequential, unfused", 5.0), ("co-run", 2.5)]
     rows = [row(*mode) for mode in modes]
     made = report.corun_table([{"case": "gpu_corun_2_4096", "rows": rows}])
-    assert made[2].startswith("| RAP plan 2 | 2 | 5 |") and made[2].endswith("| 1.250 | 2.00 |")
+    assert made[2].startswith("| RAP plan 2 | 2 | 5 |") and made[2].endswith(
+        "| 1.50 | 1.250 | 2.00 |"
+    )
     assert not report.corun_table([{"case": "sparse", "rows": rows}])
     assert not report.corun_table([{"case": "gpu_corun_2_4096", "rows": rows[:2]}])
     page = f"before\n{report.TABLE}\nold\n{report.TABLE_END}\nafter\n"

@@ -5,19 +5,21 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from recom_jax import corun
 from recom_jax.cache import Cache
-from recom_jax.corun import kernels, probe_stream, runtime
+from recom_jax.corun import alone, kernels, probe_stream, runtime
 from recom_jax.corun.cost import NOTHING, Device, Work, both, rest_of
-from recom_jax.corun.duel import ROUNDS, duel, rivals
+from recom_jax.corun.duel import ROUNDS, duel, loss, pairs, rivals
 from recom_jax.corun.plan import Measured, PrepOp, Stage
 from recom_jax.corun.planner import plan_for_kernels
 from recom_jax.corun.search import search
 from recom_jax.corun.stream import Times
-from recom_jax.corun.units import unit_ops
+from recom_jax.corun.units import every_row, kernel_us, load_of, unit_ops
 
 pytestmark = pytest.mark.once
 
@@ -56,6 +58,16 @@ def test_what_fits_takes_no_longer_than_asked(share: float) -> None:
     assert DEVICE.fits(work, NOTHING, share, 6.0) == 0  # its slowest tile does not
 
 
+def test_between_few_blocks_and_many_the_excess_is_what_was_measured() -> None:
+    d = Device(2.0, processors=4, filled=((0.5, 1.0), (2.0, 1.2), (8.0, 1.0)))
+    assert [d.excess(b) for b in (1, 2, 8, 32, 64)] == [1.0, 1.0, 1.2, 1.0, 1.0]
+    assert d.excess(4) == pytest.approx(1.1)  # between two, by their logarithms
+    work = tiles(640, turn=0, full=0.5)
+    assert d.kernel_us(work, 0.25) == pytest.approx(2 + 1.2 * 320)
+    part = d.fits(work, NOTHING, 0.25, 100.0)
+    assert d.kernel_us(work * part, 0.25) <= 100.0
+
+
 def ops(n: int) -> list[PrepOp]:
     return [
         PrepOp(f"u{k}", "class 0", (f"C{k}",), (), 0.0, 0.0, 2.0, tiles=20, latency_us=20, longest_us=3)
@@ -87,7 +99,7 @@ def probed(beside: tuple[probe_stream.Beside, ...]) -> probe_stream.Probed:
     took = {"share 1.0": 6.0}
     for c in {u.cls for u in k.units}:
         took |= {f"tile {c}": 2.0 + c, f"few {c}": 8.0, f"class {c}": 5.0}
-    device, classes = probe_stream.fitted(k, took, 4)
+    device, classes = alone.fitted(k, took, 4)
     stages = [Stage("s", 100.0, 0.0, 0.0), Stage("t", 100.0, 0.0, 0.0)]
     free = tuple(probe_stream.left_free(s, n, beside, 6.0) for n, s in enumerate(stages))
     return probe_stream.Probed(free, device, classes, ((0.5, 5.0, 5.2),), beside, 6.0, 200.0, 203.0)
@@ -99,9 +111,96 @@ def test_what_is_fitted_is_what_was_measured() -> None:
     assert p.within_tenth == 1.0 and p.from_json(p.to_json()) == p
     for c in p.classes:
         assert c.alone_us == c.cls and c.turn_us == pytest.approx(6.0 / 3)  # 5 tiles, 2 blocks
-    every = probe_stream.work_of(k, p.classes, range(len(k.units)))
-    assert every.tiles == 10 and every.memory_us < 4.0  # together, not one by one
-    assert p.device.kernel_us(every, 1.0) == pytest.approx(6.0, rel=0.01)
+    costs, every = {c.cls: c for c in p.classes}, every_row(range(len(k.units)))
+    assert load_of(k, costs, p.device, every, 1.0).alone_us < 4.0  # together, not one by one
+    assert kernel_us(k, costs, p.device, every, 1.0) == pytest.approx(6.0, rel=0.01)
+
+
+def test_the_busiest_block_is_what_its_tiles_take() -> None:
+    k = compiled()  # two classes, five tiles each, the last of them not full
+    costs = {c: alone.ClassCost(c, 3.0 + c, (2.0, 8.0)[c], 0.1) for c in range(2)}
+    assert [u.cls for u in k.units] == [0, 1]
+    rest = (5000 % kernels.TILE) / kernels.TILE
+    took = [2.0] * 4 + [2.0 * rest] + [8.0] * 4 + [8.0 * rest]
+    for share in (1 / 32, 0.0625, 0.125, 0.25, 1.0):
+        load = load_of(k, costs, DEVICE, every_row((0, 1)), share)
+        blocks = min(round(32 * share), 10)
+        assert load.blocks == blocks and load.longest_us == 4.0
+        assert load.busiest_us == pytest.approx(max(sum(took[b::blocks]) for b in range(blocks)))
+        assert load.alone_us == pytest.approx(0.2 * 5000 / kernels.TILE)
+    part = load_of(k, costs, DEVICE, ((1, 0.0, 0.5),), 1.0)
+    assert (part.blocks, part.busiest_us) == (3, 8.0)
+    assert load_of(k, costs, DEVICE, (), 1.0).busiest_us == 0.0
+
+
+def test_random_parts_tell_the_excess() -> None:
+    k, took = compiled(), {"share 1.0": 40.0}
+    for c in {u.cls for u in k.units}:
+        took |= {f"tile {c}": 2.0 + c, f"few {c}": 80.0, f"class {c}": 30.0}
+    bare, classes = alone.fitted(k, took, 1)
+    fits = [((0, 1), s) for s in (1.0, 0.25, 0.25, 0.25)]
+    for n, (units, share) in enumerate(fits):
+        said = kernel_us(k, {c.cls: c for c in classes}, bare, every_row(units), share) - 2.0
+        took[f"fit {n}"] = 2.0 + said * (1.0, 1.1, 1.3, 1.2)[n]
+    device, same = alone.fitted(k, took, 1, fits)
+    assert same == classes
+    assert device.excess(8) == pytest.approx(1.0) and device.excess(2) == pytest.approx(1.2)
+
+
+def test_what_kernels_cost_is_the_median_of_pairs() -> None:
+    """One bad run changes nothing, whichever of the two it is."""
+    runs: list[int] = []
+
+    def run(schedule_for: Any) -> Times:
+        runs.append(schedule_for(compiled()).mode)
+        period = 1.0 if runs[-1] == runtime.ONCE else 1.004
+        return Times((), (), (), (1.5 if len(runs) in (3, 8) else period,))
+
+    found = pairs(runtime.whole(compiled(), runtime.PLAN), run, 5)
+    assert runs[:4] == [runtime.PLAN, runtime.ONCE, runtime.ONCE, runtime.PLAN] and len(found) == 5
+    assert loss(found) == pytest.approx(0.004, abs=1e-6)
+
+
+def test_a_device_that_slows_down_is_held_against_itself() -> None:
+    """Steps take 0.1% longer with each run; beside the second stage, 5% longer."""
+    runs: list[Any] = []
+
+    def run(schedule_for: Any) -> Times:
+        schedule = schedule_for(compiled())
+        runs.append(schedule)
+        ms = 1 + 0.001 * len(runs)
+        kernels: tuple[Any, ...] = ()
+        if schedule.mode == runtime.PLAN:
+            kernels = (("k0", (0.01,)),)
+            ms *= 1.05 if schedule.launches[0].stage == 1 else 1.0
+        assert schedule.timed and schedule.stages == ("a", "b")
+        return Times(kernels, (("a", (0.3,)), ("b", ())), (0.9,), (ms,))
+
+    bare, found = probe_stream.beside_stages(run, ("a", "b"))
+    assert len(runs) == probe_stream.SETTLING + 4 + 3 * len(probe_stream.BESIDE)
+    assert [b.stage for b in found] == [k for k in range(3) for _ in probe_stream.BESIDE]
+    lost = [b.lost_us for b in found]
+    assert max(map(abs, lost[:4] + lost[8:])) < 2 and min(lost[4:8]) > 49
+    stages = probe_stream.stages_of(bare, ("a", "b"))
+    assert [(x.name, round(x.duration_us)) for x in stages] == [("a", 300), ("b", 0), ("rest", 600)]
+
+
+def test_of_two_speeds_the_mean_counts() -> None:
+    fast, slow = [1.0] * 20, [1.2] * 20
+    first = [9.0] * probe_stream.WARM
+    assert probe_stream.mean(first + fast + slow) == pytest.approx(1100)
+    assert probe_stream.mean(first + fast + [50.0]) == pytest.approx(1000)  # a hiccup
+    assert probe_stream.mean([2.0]) == 2000 and np.isnan(probe_stream.mean([]))
+
+
+def test_a_state_is_copied_if_it_is_there() -> None:
+    state = {"w": jnp.arange(3.0), "key": jax.random.key(3), "n": np.int32(4)}
+    made = probe_stream.copied(state)
+    jax.jit(lambda s: s["w"] + 1, donate_argnums=0)(made)
+    assert state["w"].tolist() == [0, 1, 2] and made["n"] == 4
+    state["w"].delete()
+    assert probe_stream.copied(state) is None
+    assert probe_stream.copied({"w": jax.ShapeDtypeStruct((3,), np.float32)}) is None
 
 
 def test_plans_are_held_against_one_another(tmp_path: pathlib.Path) -> None:
@@ -125,8 +224,7 @@ def test_plans_are_held_against_one_another(tmp_path: pathlib.Path) -> None:
         runs.append(made)
         share = made.launches[0].share
         ms = 0.3 if made.mode == runtime.PLAN and share == 0.125 else 0.4
-        steps = 0.25 if made.mode == runtime.SEQUENTIAL else ms - 0.002
-        return Times((), (), (steps,), (ms,))
+        return Times((), (), (), (0.252 if made.mode == runtime.ONCE else ms,))
 
     cache = Cache(tmp_path, 1 << 20)
     won = duel(plans, k, 6.0, run, cache, "key")
@@ -138,7 +236,7 @@ def test_plans_are_held_against_one_another(tmp_path: pathlib.Path) -> None:
 
 def test_units_cost_their_part_of_a_tile() -> None:
     k = compiled()
-    costs = {u.cls: probe_stream.ClassCost(u.cls, 3.0, 2.0, 0.1) for u in k.units}
+    costs = {u.cls: alone.ClassCost(u.cls, 3.0, 2.0, 0.1) for u in k.units}
     for op in unit_ops(k, costs):
         assert (op.tiles, op.longest_us) == (5, 3.0)
         assert op.latency_us == pytest.approx(2 * 5000 / kernels.TILE)

@@ -14,6 +14,7 @@ from examples import rap_plans
 from recom_jax import preprocess as pp
 from recom_jax.corun import kernels, runtime, symbols
 from recom_jax.corun.symbols import Unsupported
+from recom_jax.preprocess import hashing
 from tests import corun_emulation, cuda_emulation
 
 pytestmark = [
@@ -204,6 +205,28 @@ def test_operators_are_traced_as_ever_afterwards() -> None:
     before = str(jax.make_jaxpr(exact)(raw))
     kernels.compile_prep(exact, raw)
     assert str(jax.make_jaxpr(exact)(raw)) == before
+
+
+def test_a_hash_is_traced_once_for_each_kind_of_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is traced only to learn its shape: thousands of hashes would take a minute."""
+    traced: list[Any] = []
+    mix = hashing.twang_mix64
+    monkeypatch.setattr(hashing, "twang_mix64", lambda k: traced.append(k) or mix(k))
+
+    def prep(raw: Any) -> Any:
+        made = {}
+        for k in range(1, 20):
+            x = raw["a"]
+            for n in range(k):
+                x = pp.sigrid_hash(x, n, 100 * k + n)
+            made[str(k)] = x
+        wide = pp.sigrid_hash(raw["b"], 1, 1 << 40)  # is traced, as words
+        return {"a": made, "b": pp.sigrid_hash(wide, 2, 1 << 31)}
+
+    raw = pp.columns({"a": np.arange(40) << 30, "b": np.arange(40)})
+    kernels.compile_prep(prep, raw)
+    assert len(traced) == 3  # of 64 bits, of 32 bits, and the wide one
+    compare(prep, raw, np.testing.assert_array_equal)
 
 
 def test_a_call_within_a_jitted_function_is_traced_once_for_both() -> None:

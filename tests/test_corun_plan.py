@@ -257,7 +257,7 @@ def test_measured_stages_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
 
 
 def test_owners_are_an_option() -> None:
-    options = corun.Options(gpus=2, owners={"L": 1})  # type: ignore[arg-type]
+    options = corun.Options(runtime="threads", gpus=2, owners={"L": 1})  # type: ignore[arg-type]
     assert options.owners == (("L", 1),) and hash(options)
     plan = corun.Pipeline(prep, toy_step, options=options).make_plan(
         {"table": jnp.zeros((1000, 8))}, raw_batch()
@@ -265,14 +265,18 @@ def test_owners_are_an_option() -> None:
     assert dict(plan.owner)["L"] == 1 and plan.gpus == 2
     with pytest.raises(ValueError, match="not there"):
         corun.Options(gpus=2, owners=(("L", 2),))
-    alone = corun.Pipeline(prep, toy_step, options=corun.Options(owners=(("L", 1),)))
+    alone = corun.Pipeline(
+        prep, toy_step, options=corun.Options(runtime="threads", owners=(("L", 1),))
+    )
     with pytest.raises(ValueError, match="of 1 devices"):
         alone.make_plan({"table": jnp.zeros((1000, 8))}, raw_batch())
 
 
 @pytest.mark.parametrize("probes", [False, True])
 def test_pipelines_plan(probes: bool) -> None:
-    pipe = corun.Pipeline(prep, jax.jit(toy_step), options=corun.Options(probe=probes))
+    pipe = corun.Pipeline(
+        prep, jax.jit(toy_step), options=corun.Options(runtime="threads", probe=probes)
+    )
     state = {"table": jnp.zeros((1000, 8))}
     plan = pipe.make_plan(state, raw_batch())
     verify(plan)
@@ -282,3 +286,14 @@ def test_pipelines_plan(probes: bool) -> None:
     assert len(list(pipe.run(state, [raw_batch()] * 3))) == 3
     again = pipe.make_plan(state, raw_batch())
     assert not any("preprocessing's time" in text for text in again.assumed)
+
+
+def test_no_plan_is_slower_than_everything_in_front() -> None:
+    """Levels are kernels of their own, in front of the step as well: one that computes, one that moves memory."""
+    ops = [PrepOp(f"a{k}", "clamp", (f"C{k}",), (), 100.0, 5.0, 20.0) for k in range(6)]
+    ops += [
+        PrepOp(f"b{k}", "stack", (f"C{k}",), (f"a{k}",), 1.0, 0.0, 90.0, True) for k in range(6)
+    ]
+    for us in (10.0, 300.0, 3000.0):
+        plan = search([*ops], [Stage("s", us, 0.5, 0.5)])
+        assert plan.ideal_us <= plan.predicted_us <= plan.sequential_us, plan

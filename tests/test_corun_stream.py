@@ -100,6 +100,46 @@ def test_a_run_equals_one_after_the_other(slots: int) -> None:
     assert losses(pipe, batches) == one_by_one(batches)  # slots are used again
 
 
+def test_lists_that_are_long_in_turns_need_few_programs() -> None:
+    def lists(n: int) -> pp.Jagged:
+        return pp.Jagged(np.arange(4 * n), np.arange(0, 4 * n + 1, n).astype(np.int32))
+
+    def two(raw: Any) -> Any:
+        return {"a": pp.pad(raw["a"], 300, -1), "b": pp.pad(raw["b"], 300, -1), "c": raw["c"]}
+
+    pipe = corun.Pipeline(two, step)
+    engine = pipe.make_engine(2, pipe.schedule_of)
+    for a, b in [(2, 2), (200, 2), (2, 200), (200, 200), (2, 2), (150, 20)]:
+        raw = pp.columns({"a": lists(a), "b": lists(b), "c": np.zeros(4, np.float32)})
+        made = engine.prepare(raw)
+        for name in "ab":
+            np.testing.assert_array_equal(made[name], pp.pad(raw[name], 300, -1))
+    assert len(engine._programs) == 3  # short, one long, both long
+    other = pp.columns({"a": lists(2), "b": lists(2), "c": np.zeros(4, np.int32)})
+    engine.prepare(other)  # other dtypes are another program, of its own size
+    assert engine._programs[-1].shapes.kinds[0][1] == (80,)
+    engine.close()
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_kernels_that_run_once_leave_their_batch(ahead: int) -> None:
+    """To time steps with nothing beside them: places keep the batch, and the step still trains on it."""
+    pipe = corun.Pipeline(prep, step, options=corun.Options(steps_in_flight=ahead))
+    engine = pipe.make_engine(2, lambda k: runtime.whole(k, runtime.ONCE), profile=True)
+    program, leaves = engine.program(pp.columns(raw_batch(0)))
+    state, found = start(), []
+    for _ in range(40):
+        state, m = engine.steps(state, program.runtime, program.runtime.pack(leaves))
+        found.append(float(m["loss"]))
+    assert found == one_by_one([raw_batch(0)] * 40)
+    assert engine.stats()["launched"] == 2 + ahead  # one for each place
+    times = engine.times()
+    assert len(times.periods) > 20 and min(times.periods) > 0
+    taken = times.kernels[0][1]
+    assert all(taken[:2]) and not any(taken[2 + ahead :])
+    engine.close()
+
+
 def test_a_plan_is_made_of_the_kernels_and_executed() -> None:
     batches = [raw_batch(k) for k in range(24)]
     pipe = corun.Pipeline(prep, step, options=corun.Options(probe=True, profile=True))
@@ -181,7 +221,7 @@ def test_a_step_that_raises_leaves_the_pipeline_usable() -> None:
             raise KeyError("table")
         return step(state, batch)
 
-    pipe = corun.Pipeline(prep, failing)
+    pipe = corun.Pipeline(prep, jax.jit(failing))
     with pytest.raises(KeyError, match="table"):
         list(pipe.run({"no table": jnp.zeros(3)}, [raw_batch(k) for k in range(5)]))
     assert losses(pipe, [raw_batch(0)]) == one_by_one([raw_batch(0)])
@@ -380,3 +420,21 @@ def test_a_batch_is_taken_under_no_transformation() -> None:
     kinds = (jax.core.ShapedArray((3,), np.dtype(np.float32)),)
     with pytest.raises(PipelineError, match="under no transformation"):
         jax.vmap(lambda t: calls.take_p.bind(t, kinds=kinds))(np.zeros((2, 16), np.uint8))
+
+
+def test_a_step_that_is_not_jitted_is_called_each_time() -> None:
+    """Traced, what it does in Python would be done once."""
+    seen = []
+
+    def logged(state: Any, batch: Any) -> Any:
+        state, metrics = step(state, batch)
+        seen.append(float(metrics["loss"]))
+        return state, metrics
+
+    batches = [raw_batch(k) for k in range(3)]
+    pipe = corun.Pipeline(prep, logged)
+    found = losses(pipe, batches)
+    assert found == seen and len(seen) == 3
+    assert pipe.runtime == "threads: train_step is not jitted (jax.jit it)"
+    jitted = corun.Pipeline(prep, step)
+    assert losses(jitted, batches) == found and jitted.runtime == "stream"

@@ -191,7 +191,10 @@ def test_an_older_driver_gets_machine_code(monkeypatch):
 def test_dumps(tmp_path):
     options = recom_jax.Options(dump_dir=str(tmp_path / "dumps"))
     exported(recom_jax.optimize(model, options=options), *inputs())
-    names = {p.name.split("_", 2)[2]: p.read_text() for p in (tmp_path / "dumps").iterdir()}
+    files = list((tmp_path / "dumps").iterdir())
+    names = {p.name.split("_", 2)[2]: p.read_text() for p in files if p.suffix == ".txt"}
     assert "recom_fused" in names["cuda.txt"]
     assert ".target sm_80" in names["ptx.txt"]
     assert "registers=" in names["sass.txt"]
+    (code,) = [p.read_bytes() for p in files if p.suffix == ".cubin"]
+    assert code.startswith(b"\x7fELF") and b"recom_fused" in code

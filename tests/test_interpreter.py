@@ -39,8 +39,9 @@ HALVES = ["F16", "BF16"]
 
 
 @pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
+def x64_on_a_cpu():
+    """What it is compared with runs on a CPU, too: a GPU's square root and denormals are others."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         yield
 
 
@@ -333,6 +334,18 @@ def test_hash_rem():
     x = np.concatenate([rng.integers(0, 2**32, 5000), [0, 2**32 - 1, 2**31]]).astype(np.uint32)
     for c in [1, 2, 3, 7, 1000, 65536, 999983, 2**31, 2**31 + 1, 2**32 - 1]:
         same(elementwise("BINARY", K["binary"]["rem"], "U32", x, imm=c), x % np.uint32(c))
+
+
+def test_signed_hash_rem():
+    rng = np.random.default_rng(0)
+    x = rng.integers(-(2**31), 2**31, 5000)
+    x = np.concatenate([x, [0, 1, -1, 2**31 - 1, -(2**31)], np.arange(-1000, 1000) * 9973]).astype(
+        np.int32
+    )
+    for c in [1, 2, 3, 7, 1000, 9973, 65536, 999983, 2**31 - 1, -(2**31), -1, -7, -9973, 1 - 2**31]:
+        want = np.fmod(x.astype(np.int64), c).astype(np.int32)  # the sign of x, as lax.rem has it
+        same(elementwise("BINARY", K["binary"]["rem"], "S32", x, imm=c), want)
+    same(elementwise("BINARY", K["binary"]["rem"], "S32", x, imm=0), x)
 
 
 @pytest.mark.parametrize("src", ["PRED", *INTS, "F16", "BF16", *FLOATS])
@@ -981,6 +994,20 @@ def test_wrong_buffers():
     ):
         with pytest.raises(ValueError):
             _recom.run_program(program, binding, ops, res, 1)
+
+
+def test_little_work_wakes_nobody():
+    rng = np.random.default_rng(12)
+    table = rng.normal(size=(500, 16)).astype(np.float32)
+
+    def chunks(bags):
+        ids = rng.integers(0, 500, (bags, 10)).astype(np.int32)
+        before = _recom.program_stats()["chunks_run"]
+        pool(ids, table, SUM, threads=2)
+        return _recom.program_stats()["chunks_run"] - before
+
+    assert chunks(256) == 1
+    assert chunks(8192) > 1
 
 
 def test_threads_and_concurrent_calls():

@@ -60,6 +60,19 @@ def test_counts_are_the_published_ones(number: int) -> None:
         assert plans[0].hidden > 0.9 and len(plans[1].kernels) > 2 and 0 < plans[1].hidden < 1
 
 
+@pytest.mark.once
+def test_plan_4_is_plan_3_with_more_hashes() -> None:
+    plan, like = rap_plans.plan(4), rap_plans.plan(3)
+    more = rap_plans.HASHES * rap_plans.TIMES * len(plan.sparse)
+    counts = dict(like.program.counts)
+    assert plan.program.counts == counts | {"sigrid_hash": counts["sigrid_hash"] + more}
+    assert (plan.dense, plan.sparse, plan.model()) == (like.dense, like.sparse, like.model())
+    small = rap_plans.plan(4, rows=50, shrink=26)
+    ids = np.asarray(jax.jit(small.prep)(pp.columns(small.raw_batch(40)))["ids"])
+    assert ids.min() == -1 and 40 < ids.max() < 50  # of all the table, not its ends alone
+    assert len(np.unique(ids)) == 51
+
+
 def test_plan_0_by_hand() -> None:
     plan = rap_plans.plan(0, rows=1000, mean_length=2.5, shrink=6)
     raw = plan.raw_batch(50, seed=4)

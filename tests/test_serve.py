@@ -218,7 +218,8 @@ def test_cost_is_what_is_allocated(params: Any) -> None:
     batch = make_batch(33)
     cost = serve.cost(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch))
     assert _recom.live_pack_bytes() == start
-    assert cost.arena == 4096  # 50 * 16 + 30 * 32 + 3 * 4 bytes and a header, in whole pages
+    # 50 * 16 + 30 * 32 + 3 * 4 bytes; on a CPU in whole pages, with a header
+    assert cost.arena == (4096 if jax.default_backend() == "cpu" else 2112)
     assert cost.shared == params["big"].nbytes
     assert f"{cost.arena:,}" in str(cost)
     serve(batch)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import criteo, train_dlrm
+from examples import click_models, criteo, train_dlrm
 from examples.click_models import MODELS, Dlrm, auc
 from examples.criteo import CATEGORIES, DENSE
 from examples.criteo_raw import RawCriteo, RawParquet, ZipfRows, write_parquet
@@ -98,6 +98,23 @@ def test_no_gradient_is_as_large_as_a_table() -> None:
         made_by
     )  # in place: no copy, no table of zeros
     assert "recom_fused_v1" in text
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_pairs_and_their_gradient_are_what_jax_derives(n: int) -> None:
+    def plain(v: jax.Array) -> jax.Array:
+        i, j = np.tril_indices(n, k=-1)
+        return jnp.einsum("bid,bjd->bij", v, v)[:, i, j]
+
+    rng = np.random.default_rng(n)
+    v = jnp.asarray(rng.normal(size=(6, n, 4)), jnp.float32)
+    d = jnp.asarray(rng.normal(size=(6, n * (n - 1) // 2)), jnp.float32)
+    (got, back), (want, wanted) = jax.vjp(click_models.pairs, v), jax.vjp(plain, v)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(back(d)[0], wanted(d)[0], rtol=1e-5, atol=1e-6)
+    assert "scatter" not in str(jax.make_jaxpr(lambda v: jax.vjp(click_models.pairs, v)[1](d))(v))
+    assert click_models.pairs(v[:0]).shape == (0, n * (n - 1) // 2)
 
 
 def test_auc() -> None:

@@ -2,13 +2,14 @@
 
 compute-sanitizer --tool memcheck python tools/gpu_sanitize.py
 
-The tools are memcheck, racecheck, synccheck and initcheck. All runs twice, the second time with buffers' addresses in a
-table on the device, as those of calls with thousands of buffers are. XLA_PYTHON_CLIENT_ALLOCATOR=platform gives each
-array memory of its own, so that memcheck sees where it ends.
+The tools are memcheck, racecheck, synccheck and initcheck. The columns run twice, the second time with buffers'
+addresses in a table on the device, as those of calls with thousands of buffers are; then bags that take a block, and
+gradients. XLA_PYTHON_CLIENT_ALLOCATOR=platform gives each array memory of its own, so that memcheck sees where it ends.
 """
 
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +36,45 @@ def model(tables: dict[str, jax.Array], b: dict[str, jax.Array]) -> list[jax.Arr
 
 
 def main() -> int:
-    worst, launches = run()
-    kernel.BUCKETS = ()
-    with_table = run()
-    print("largest differences", worst, with_table[0], "kernel launches", launches, with_table[1])
-    return int(max(worst, with_table[0]) > 1e-3 or not launches or with_table[1] == launches)
+    """Zero if every part agrees with plain JAX and launched fused kernels."""
+    found, buckets = [], kernel.BUCKETS
+    for name, part, pointers in (
+        ("columns", columns, buckets),
+        ("columns, addresses in a table", columns, ()),
+        ("long bags", long_bags, buckets),
+        ("gradients", gradients, buckets),
+    ):
+        kernel.BUCKETS = pointers  # type: ignore[assignment]
+        before = launched()
+        found.append((part(), launched() - before))
+        print(f"{name}: done", flush=True)
+    worst, launches = zip(*found, strict=True)
+    print("largest differences", *worst, "kernel launches", *launches)
+    return int(not all(w <= 1e-3 for w in worst) or not all(launches))
 
 
-def run() -> tuple[float, int]:
-    """The largest difference from plain JAX, and how many kernels this process has launched."""
+def launched() -> int:
+    """Fused kernels that this process has launched."""
+    return int(recom_jax.stats().get("cuda_kernel_launches", 0))
+
+
+def on_cpu(fn: Any, *args: Any) -> Any:
+    """What plain JAX makes of it: on the CPU, as XLA's own kernels for a GPU read what nobody wrote."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.jit(fn)(*args)
+
+
+def difference(got: Any, want: Any) -> float:
+    """The largest, where the result wanted is finite; NaN if one is not a number there."""
+    worst = [0.0]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        known = np.isfinite(b)
+        worst.append(np.abs(np.asarray(a)[known] - np.asarray(b)[known]).max(initial=0))
+    return float(np.max(worst))
+
+
+def columns() -> float:
+    """Every kind of column, jagged ones also where splits do not ascend."""
     rng = np.random.default_rng(0)
     tables = {
         "a": rng.normal(size=(5, 3)).astype(np.float32),
@@ -63,22 +94,59 @@ def run() -> tuple[float, int]:
         "seg": rng.integers(-1, n + 2, total).astype(np.int32),
     }
     # A new function, so that it is compiled anew.
-    ours, plain = recom_jax.optimize(lambda *args: model(*args)), jax.jit(model)
+    ours = recom_jax.optimize(lambda *args: model(*args))
     backwards = batch | {"splits": splits[::-1].copy()}
-    # XLA's own kernels for a GPU read what nobody wrote.
-    with jax.default_device(jax.devices("cpu")[0]):
-        want, wanted = plain(tables, batch), plain(tables, backwards)
+    want, wanted = on_cpu(model, tables, batch), on_cpu(model, tables, backwards)
     got, again = ours(tables, batch), ours(tables, backwards)
-    bound = ours.bind(tables)(batch)
-    worst = max(
-        float(
-            np.nanmax(
-                np.abs(np.asarray(a) - np.asarray(b)), initial=0, where=np.isfinite(np.asarray(b))
-            )
-        )
-        for a, b in zip([*got, *again, *bound], [*want, *wanted, *want], strict=True)
-    )
-    return worst, int(recom_jax.stats().get("cuda_kernel_launches", 0))
+    return difference([got, again, ours.bind(tables)(batch)], [want, wanted, want])
+
+
+def long_bags() -> float:
+    """Bags of 2,048 positions or more, the last one among them, in rows with vectors and without; by splits, and by
+    segment ids, which do not ascend the second time."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(0, 4, 40)
+    lengths[[3, 4, 39]] = 2047, 2100, 2060
+    n, total = len(lengths), int(lengths.sum())
+    tables = [rng.normal(size=(300, dim)).astype(np.float32) for dim in (8, 5)]
+    batch = {
+        "ids": rng.integers(0, 300, total).astype(np.int32),
+        "splits": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        "segments": np.repeat(np.arange(n, dtype=np.int32), lengths),
+    }
+
+    def fn(tables: Any, b: Any) -> Any:
+        by_splits = jnp.searchsorted(b["splits"], jnp.arange(total), side="right") - 1
+        wide, odd = (t[b["ids"]] for t in tables)
+        return [
+            jax.ops.segment_sum(wide, by_splits, num_segments=n),
+            jax.ops.segment_max(wide, b["segments"], num_segments=n),
+            jax.ops.segment_sum(odd, by_splits, num_segments=n),
+        ]
+
+    ours = recom_jax.optimize(fn, options=recom_jax.Options(long_bags=True))
+    mixed = batch | {"segments": rng.permutation(batch["segments"])}
+    return max(difference(ours(tables, b), on_cpu(fn, tables, b)) for b in (batch, mixed))
+
+
+def gradients() -> float:
+    """Of tables: ids are sorted, and rows summed up by the forward kernel."""
+    rng = np.random.default_rng(2)
+    tables = [rng.normal(size=(rows, dim)).astype(np.float32) for rows, dim in ((50, 8), (3, 5))]
+    ids = rng.integers(0, 60, (37, 9)).astype(np.int32)
+    weights = rng.normal(size=(37, 9)).astype(np.float32)
+    cotangent = rng.normal(size=(37, 13)).astype(np.float32)
+
+    def fn(tables: Any) -> Any:
+        rows = jnp.take(tables[0], ids, axis=0, mode="clip")
+        single = jnp.take(tables[1], ids[:, 0] % 3, axis=0)
+        return jnp.concatenate([(rows * weights[..., None]).sum(1), single], axis=1)
+
+    def gradient(f: Any) -> Any:
+        return lambda tables: jax.vjp(f, tables)[1](cotangent)[0]
+
+    ours = recom_jax.optimize(fn, options=recom_jax.Options(always_fuse=True))
+    return difference(jax.jit(gradient(ours))(tables), on_cpu(gradient(fn), tables))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from benchmarks.cases import (
     gpu_corun_mesh,
     gpu_end_to_end,
     gpu_profile,
+    gpu_recflex,
     gpu_scaling,
     gpu_tuned,
     idioms,
@@ -88,7 +89,7 @@ ALL = (
     Case("backward", "Gradients of tables, fused and dense", 6, backward.run),
     Case("sparse", "Sparse training steps by table size", 5, sparse.run),
     Case("idioms", "Every idiom against plain jit", 5, idioms.run),
-    Case("gpu_recflex", "CUDA: kernel times of RecFlex", 2, gpu.run_recflex, gpu=True),
+    Case("gpu_recflex", "CUDA: kernel times of RecFlex", 4, gpu=True, pieces=gpu_recflex.pieces),
     Case(
         "gpu_kernels",
         "CUDA: kernel times of E and F",
@@ -141,7 +142,13 @@ ALL = (
         gpu=True,
         pieces=gpu_profile.pieces,
     ),
-    Case("gpu_serve", "CUDA: model E served from numpy arrays", 2, gpu.run_serve, gpu=True),
+    Case(
+        "gpu_serve",
+        "CUDA: model E served from numpy arrays",
+        2,
+        gpu=True,
+        pieces=gpu.serve_pieces,
+    ),
     *(
         Case(
             f"gpu_corun_{number}_{size}",

@@ -30,7 +30,8 @@ AHEAD = 4  # steps that may be dispatched and unfinished
 RATE = 1e-5  # small: sums by atomics must not grow apart
 INPUTS = "numpy arrays"
 BARE = "no preprocessing, no markers"
-EVENTS = "device events, from step to step, beside the same without kernels"
+PAIRS = 9  # of runs, beside kernels and without
+EVENTS = "device events, from step to step, median of paired runs with and without kernels"
 HELD_OUT = "kernels of random units and shares, by device events"
 
 
@@ -67,7 +68,8 @@ def measure(context: Context, number: int, size: int) -> Result:
     fields = {f.name: getattr(like, f.name) for f in dataclasses.fields(like)} | {"rate": RATE}
     model, frozen = ScatterDlrm(**fields), ScatterDlrm(**fields, frozen=True)
     step = jax.jit(model.step, donate_argnums=0)
-    distinct = list(plan.raw_batches(2 if quick else DISTINCT, size))
+    with context.progress.step(f"RAP plan {number}: raw batches"):
+        distinct = list(plan.raw_batches(2 if quick else DISTINCT, size))
     raws = [distinct[k % len(distinct)] for k in range(12 if quick else STEPS)]
     what = f"RAP plan {number}, {plan.operators} operators, batch {size}"
     options = corun.Options(
@@ -75,11 +77,16 @@ def measure(context: Context, number: int, size: int) -> Result:
     )
     pipe = corun.Pipeline(plan.prep, step, options=options)
     make_state = on_device(model)
-    with context.progress.step(f"{what}: compiling, probing the device"):
+    with context.progress.step(f"{what}: preprocessing kernels"):
+        pipe.streams(distinct[0])
+    with context.progress.step(f"{what}: plan, probing the device"):
         planned = pipe.make_plan(make_state(), distinct[0])
-    with context.progress.step(f"{what}: rounds"):
-        rounds = min(context.settings.plan.rounds, 7)
+    with context.progress.step(f"{what}: what kernels cost the step"):
+        found = interference(pipe, make_state(), 2 if quick else PAIRS)
+    rounds = min(context.settings.plan.rounds, 7)
+    with context.progress.step(f"{what}: {rounds} rounds"):
         report = corun.measure(pipe, make_state, raws, rounds=rounds, rtol=0.05)
+    with context.progress.step(f"{what}: without markers"):
         bare = without_markers(model, pipe, make_state, raws, rounds)
     with context.progress.step(f"{what}: losses bit for bit"):
         different = differences(plan, frozen, make_state, distinct, pipe)
@@ -90,12 +97,11 @@ def measure(context: Context, number: int, size: int) -> Result:
     ]
     rows.append(Row.single(what, BARE, INPUTS, "ms", [1e3 * x for x in bare]))
 
-    lost, step_us = interference(pipe)
     bits = "a deterministic step, co-run and on inputs preprocessed beforehand"
     targets = [
         Target(f"{what}: losses that differ in a bit", different, "==", 0, "", bits),
         *ratios(what, times),
-        Target(f"{what}: what kernels cost the step beside them", lost, "<=", 0.01, "", EVENTS),
+        Target(f"{what}: what kernels cost the step beside them", duel.loss(found), "<=", 0.01, "", EVENTS),
         Target(f"{what}: held-out kernels off by more than 10%", missed(pipe), "<=", 0.1, "", HELD_OUT),
     ]  # fmt: skip
     for state, metrics in pipe.run(make_state(), raws):  # the plan's kernels, timed beside it
@@ -111,7 +117,11 @@ def measure(context: Context, number: int, size: int) -> Result:
             "beside": []
             if pipe.probed is None
             else [dataclasses.astuple(b) for b in pipe.probed.beside],
-            "step_us": step_us,
+            "pairs_us": [dataclasses.astuple(p) for p in found],
+            "cost_model": None if pipe.probed is None else dataclasses.asdict(pipe.probed.device),
+            "classes_us": []
+            if pipe.probed is None
+            else [dataclasses.astuple(c) for c in pipe.probed.classes],
             "prediction_error": report.prediction_error,
         }
     }
@@ -136,17 +146,20 @@ def missed(pipe: corun.Pipeline) -> float:
     return 1.0 if pipe.probed is None else 1.0 - pipe.probed.within_tenth
 
 
-def interference(pipe: corun.Pipeline) -> tuple[float, float]:
-    """(what the plan's kernels cost the step, in parts of it; microseconds from one step to the next), by events."""
-    assert pipe.prober is not None and pipe.probed is not None
+def interference(pipe: corun.Pipeline, state: Any, rounds: int) -> list[duel.Pair]:
+    """The step beside the plan's kernels and without them, by events."""
+    assert pipe.prober is not None
+    pipe.prober.values = state
     engine = pipe.make_engine(1, pipe.schedule_of)
     try:
         program, _ = engine.program(pipe.prober.columns)
         schedule = program.runtime.schedule
     finally:
         engine.close()
-    bare_us, (period_us,) = duel.measured([schedule], pipe.prober.run)
-    return period_us / bare_us - 1, period_us
+    try:
+        return duel.pairs(schedule, pipe.prober.run, rounds)
+    finally:
+        pipe.prober.values = None
 
 
 def without_markers(

@@ -6,6 +6,7 @@ and the step exchanges ids as well.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,18 +69,26 @@ class Parted:
         return prep
 
     def init(self) -> Any:
-        rows, dim = self.model.rows[0], self.model.dim
-        layers = self.model.init_layers(np.random.default_rng(0))
-        sharding = NamedSharding(self.mesh, P(AXIS))
-        bound = float(1 / np.sqrt(dim))
+        """The first state: the same one each time, in memory of its own."""
+        placed = NamedSharding(self.mesh, P())
+        return {
+            "tables": self._tables(),
+            "layers": jax.device_put(self._layers, placed, may_alias=False),
+        }
+
+    @functools.cached_property
+    def _tables(self) -> Callable[[], jax.Array]:
+        shape = (self.fields, self.model.rows[0], self.model.dim)
+        bound = float(1 / np.sqrt(self.model.dim))
 
         def tables() -> jax.Array:
-            return jax.random.uniform(
-                jax.random.key(0), (self.fields, rows, dim), minval=-bound, maxval=bound
-            )
+            return jax.random.uniform(jax.random.key(0), shape, minval=-bound, maxval=bound)
 
-        made = jax.jit(tables, out_shardings=sharding)()
-        return {"tables": made, "layers": jax.device_put(layers, NamedSharding(self.mesh, P()))}
+        return jax.jit(tables, out_shardings=NamedSharding(self.mesh, P(AXIS)))
+
+    @functools.cached_property
+    def _layers(self) -> Any:
+        return jax.tree.map(np.asarray, self.model.init_layers(np.random.default_rng(0)))
 
     def step(self) -> Callable[[Any, Any], Any]:
         """Jitted: (state, batch) -> (state, metrics); the state is donated unless it is frozen."""
@@ -137,7 +146,8 @@ def run(context: Context, number: int) -> Result:
     like = plan.model(dim=8, small=True) if quick else plan.model()
     fields = {f.name: getattr(like, f.name) for f in dataclasses.fields(like)}
     model = Dlrm(**fields | {"rate": gpu_corun.RATE})
-    distinct = list(plan.raw_batches(2 if quick else gpu_corun.DISTINCT, size))
+    with context.progress.step(f"RAP plan {number}: raw batches"):
+        distinct = list(plan.raw_batches(2 if quick else gpu_corun.DISTINCT, size))
     raws = [distinct[k % len(distinct)] for k in range(12 if quick else gpu_corun.STEPS)]
     rounds = min(context.settings.plan.rounds, 5)
     what = f"RAP plan {number}, {plan.operators} operators, {mesh.devices.size} GPUs, batch {size}"
@@ -152,7 +162,10 @@ def run(context: Context, number: int) -> Result:
         parted = Parted(model, mesh, mapped)
         pipe = corun.Pipeline(parted.prep(plan), parted.step(), mesh, options, specs=parted.specs)
         modes = None if mapped else (IDEAL, CORUN)
-        with context.progress.step(f"{what}: {'' if mapped else 'without mapping, '}rounds"):
+        which = "" if mapped else "without mapping, "
+        with context.progress.step(f"{what}: {which}preprocessing kernels"):
+            pipe.streams(distinct[0])
+        with context.progress.step(f"{what}: {which}{rounds} rounds"):
             corun.measure(pipe, parted.init, raws, rounds=rounds, rtol=0.05, modes=modes)
         if mapped:
             times |= pipe.baselines

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from benchmarks import gpu_kernel, steady
+from benchmarks import gpu_kernel, machine, steady
 from benchmarks.cases.gpu import FUSED, HAND_LOOP, pipelined
 from benchmarks.context import Context, Settings
 from benchmarks.gpu_kernel import Kernel
@@ -48,7 +48,7 @@ def _measure(context: Context, w: Workload, group: str, size: int) -> Result:
     w = dataclasses.replace(w, hand=None)
     found = steady.measure(context, w, group, size, plain=False, tuned=False, views=False)
     rows = list(found.rows)
-    if jax.default_backend() != "gpu":  # a quick run elsewhere: latencies alone
+    if not machine.has_gpu():  # a quick run elsewhere: latencies alone
         return Result(tuple(rows), (), {})
     with context.turns.compiling():
         kernel = gpu_kernel.kernel_of(w.fn, found.params, found.batches[0])

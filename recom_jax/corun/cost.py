@@ -11,6 +11,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 _SHARP = 3.5  # how sharply one bound gives way to the other: measured
 BLOCKS = 8  # of 256 threads, on a multiprocessor: as many as it holds at a time
 
@@ -62,6 +64,21 @@ def total(works: Iterable[Work]) -> Work:
 
 
 @dataclasses.dataclass(frozen=True)
+class Load:
+    """A kernel whose tiles are known one by one, in microseconds.
+
+    Attributes:
+      blocks: that share the tiles, each taking every so manieth; busiest_us: of the block that has most to do.
+      alone_us: of all tiles on a whole device; longest_us: of the slowest tile.
+    """
+
+    blocks: int
+    busiest_us: float
+    alone_us: float
+    longest_us: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Device:
     """The cost model's constants.
 
@@ -70,26 +87,43 @@ class Device:
       bandwidth_gain: a kernel with a share of the processors gets this many times as much of the memory bandwidth, at
         most all of it. Where tiles are known, they tell it instead.
       processors: of the device; 0 where tiles are not known.
+      filled: (blocks a processor, how many times as long a kernel takes there as its two bounds say), ascending: what
+        was measured between few blocks and as many as a processor holds. Empty: 1 everywhere.
     """
 
     launch_us: float = 3.0
     bandwidth_gain: float = 4.0
     processors: int = 0
+    filled: tuple[tuple[float, float], ...] = ()
 
     def blocks(self, share: float) -> int:
         """Blocks of a kernel with this share, if it has as many tiles."""
         return max(1, round(share * self.processors * BLOCKS))
 
+    def excess(self, blocks: int) -> float:
+        """How many times as long a kernel of so many blocks takes as its two bounds say."""
+        if not self.filled:
+            return 1.0
+        at = [math.log2(b) for b, _ in self.filled]
+        return float(
+            np.interp(math.log2(blocks / self.processors), at, [x for _, x in self.filled])
+        )
+
     def kernel_us(self, work: Work, share: float) -> float:
-        """Time of a kernel that has `share` of the processors."""
+        """Time of a kernel that has `share` of the processors; its tiles are taken to be alike."""
         if not (self.processors and work.tiles):
             memory = work.memory_us / min(1.0, share * self.bandwidth_gain)
             return self.launch_us + max(work.compute_us / share, memory)
         tiles = math.ceil(work.tiles - 1e-9)
         blocks = min(self.blocks(share), tiles)
         turns = math.ceil(tiles / blocks) / tiles * work.latency_us
-        spread = max(1.0, self.processors / blocks)  # fewer blocks than processors leave some idle
-        return self.launch_us + max(work.longest_us, both(turns, work.alone_us * spread))
+        return self.loaded_us(Load(blocks, turns, work.alone_us, work.longest_us))
+
+    def loaded_us(self, load: Load) -> float:
+        """Time of a kernel."""
+        spread = max(1.0, self.processors / load.blocks)  # fewer than processors leave some idle
+        bounds = both(load.busiest_us, load.alone_us * spread) * self.excess(load.blocks)
+        return self.launch_us + max(load.longest_us, bounds)
 
     def fits(self, work: Work, load: Work, share: float, us: float) -> float:
         """Which part of `work` may join `load` in a kernel with `share` that takes `us` at most, launch included."""
@@ -102,8 +136,8 @@ class Device:
             )
         if work.longest_us > us:
             return 0.0
-        us /= both(1.0, 1.0)  # so that both bounds at their limits fit
         blocks = self.blocks(share)
+        us /= both(1.0, 1.0) * self.excess(blocks)  # so that both bounds at their limits fit
         spread = max(1.0, self.processors / blocks)
         return min(
             part_of(work.latency_us, us * blocks - load.latency_us),

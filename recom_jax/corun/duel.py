@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 
 from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
@@ -16,12 +17,10 @@ from recom_jax.corun.fuse import whole
 from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import AFTER, Kernel, Plan
-from recom_jax.corun.probe_stream import Beside, Probed, median
-from recom_jax.corun.stream import Times
+from recom_jax.corun.probe_stream import Beside, Probed, Run, mean
 from recom_jax.corun.units import schedule_of
 
 ROUNDS = 3
-Run = Callable[[Callable[[PrepKernels], rt.Schedule]], Times]
 
 
 def rivals(plan: Plan, probed: Probed, options: Options) -> list[Plan]:
@@ -70,7 +69,7 @@ def duel(
     """
     found = [schedule_of(p, kernels) for p in plans]
     schedules = [s for s in found if s is not None]
-    key = key_of("duel 1", key, repr(schedules))
+    key = key_of("duel 2", key, repr(schedules))
     kept = None if cache is None else cache.get("probe", key)
     try:
         bare_us, periods = json.loads(kept) if kept is not None else (0.0, [])
@@ -89,14 +88,44 @@ def duel(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two runs, one after the other: microseconds from one step's beginning to the next one's.
+
+    Attributes:
+      bare_us: with nothing beside the step; period_us: with a schedule.
+    """
+
+    bare_us: float
+    period_us: float
+
+
+def pairs(schedule: rt.Schedule, run: Run, rounds: int) -> list[Pair]:
+    """What steps take with nothing beside them and with a schedule, in turns that change places."""
+    made = []
+    for k in range(rounds):
+        seen: dict[str, float] = {}
+        for name in ("bare", "planned") if k % 2 else ("planned", "bare"):
+            seen[name] = mean(run(_bare if name == "bare" else lambda _: schedule).periods)
+        made.append(Pair(seen["bare"], seen["planned"]))
+    return made
+
+
+def loss(found: Sequence[Pair]) -> float:
+    """What kernels cost the step, in parts of it: the median over rounds."""
+    return statistics.median(p.period_us / p.bare_us for p in found) - 1
+
+
+def _bare(kernels: PrepKernels) -> rt.Schedule:
+    return rt.whole(kernels, rt.ONCE)
+
+
 def measured(schedules: Sequence[rt.Schedule], run: Run) -> tuple[float, list[float]]:
-    """Microseconds from step to step with nothing beside it, and with each schedule: the best of interleaved runs."""
-    seen: list[list[tuple[float, float]]] = [[] for _ in schedules]
+    """Microseconds from step to step with nothing beside it, and with each schedule: medians of interleaved runs."""
+    seen: list[list[float]] = [[] for _ in schedules]
     bare: list[float] = []
     for _ in range(ROUNDS):
-        bare.append(median(run(lambda k: rt.whole(k, rt.SEQUENTIAL)).steps))
+        bare.append(mean(run(_bare).periods))
         for times, schedule in zip(seen, schedules, strict=True):
-            t = run(lambda _, schedule=schedule: schedule)  # type: ignore[misc]
-            times.append((median(t.periods), median(t.steps)))
-    between = min(period - step for times in seen for period, step in times)
-    return min(bare) + max(0.0, between), [min(p for p, _ in times) for times in seen]
+            times.append(mean(run(lambda _, schedule=schedule: schedule).periods))  # type: ignore[misc]
+    return statistics.median(bare), [statistics.median(times) for times in seen]

@@ -30,6 +30,7 @@ from recom_jax.corun.source import Source
 from recom_jax.corun.steps import Steps
 from recom_jax.corun.stream import Compiler, Engine, Streams
 from recom_jax.errors import PipelineError
+from recom_jax.lowering import warn_once
 from recom_jax.preprocess.ingest import columns, snapshot
 
 _KEEP = 4096  # samples of steps
@@ -42,7 +43,8 @@ class Pipeline:
     Args:
       prep: raw columns (name -> column, see `preprocess.columns`) to the step's batch, a pytree. A JAX-traceable
         function or a `preprocess.Program`.
-      train_step: (state, batch) -> (state, metrics), usually jitted. It may donate its state.
+      train_step: (state, batch) -> (state, metrics), usually jitted. It may donate its state. On a GPU one that is not
+        jitted is called as it is, and preprocessing runs on threads; with `Options(runtime="stream")` it is traced.
       mesh: a `jax.sharding.Mesh`: batches are split along its first axis where their rows allow it, else copied to all.
       options: see `Options`.
       specs: `PartitionSpec`s, a prefix of the prepared batch: how it is split over the mesh instead. A dimension of
@@ -76,6 +78,7 @@ class Pipeline:
         self.probed: Probed | None = None
         self._source: Source | None = None
         self._position = 0
+        self._why_threads = ""
         self._running = threading.Lock()
         self._plan: Plan | None = None
         self._samples: collections.deque[Sample] = collections.deque(maxlen=_KEEP)
@@ -186,6 +189,13 @@ class Pipeline:
                     f"Pipeline: the stream runtime needs a CUDA device; JAX runs on {jax.devices()[0].platform}"
                 )
             return False
+        if not strict and not hasattr(self._step, "lower"):
+            # Traced, what it does in Python would be done once, not in each step.
+            self._why_threads = "train_step is not jitted (jax.jit it)"
+            warn_once(
+                f"recom_jax.corun: preprocessing runs on threads, not beside the step: {self._why_threads}"
+            )
+            return False
         return True
 
     def make_engine(
@@ -230,7 +240,7 @@ class Pipeline:
         """What prepares batches: "threads", "stream", or why it is not the stream. Known after the first batch."""
         engine = self._made_engine
         if engine is None:
-            return "threads"
+            return f"threads: {self._why_threads}" if self._why_threads else "threads"
         return f"threads: {engine.why}" if engine.why else "stream"
 
     def _place(self, batch: Any) -> Any:
@@ -288,8 +298,8 @@ class Pipeline:
     def make_plan(self, state: Any, raw_batch: Any) -> Plan:
         """Plans for a state and a raw batch like those to come, and keeps the plan. Trains nothing.
 
-        With `Options.probe` the step's stages are timed on made-up values: on a GPU, beside the kernels of `prep`.
-        There the next runs execute the plan.
+        With `Options.probe` the step's stages are timed: on a GPU with a copy of this state, beside the kernels of
+        `prep`, and there the next runs execute the plan; else on made-up values.
 
         Raises:
           PipelineError: on a GPU, while a run is open.
@@ -313,9 +323,12 @@ class Pipeline:
             if self.options.probe:
                 timed = functools.partial(self.make_engine, 3, profile=True)
                 self.prober = Prober(
-                    self._step, self._seen, kernels, made, timed, engine.processors
+                    self._step, self._seen, kernels, made, timed, engine.processors, state
                 )
-                self._plan = self._probed_plan(kernels, self.prober)
+                try:
+                    self._plan = self._probed_plan(kernels, self.prober)
+                finally:
+                    self.prober.values = None  # the user's
             self._predicted_s = self._plan.predicted_us / 1e6
             engine.reschedule(self.schedule_of)
         finally:

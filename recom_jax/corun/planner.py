@@ -19,7 +19,7 @@ from recom_jax.corun.plan import Device, Measured, Plan, PrepOp, Stage
 from recom_jax.corun.probe import stages_of
 from recom_jax.corun.probe_stream import Probed
 from recom_jax.corun.search import search
-from recom_jax.corun.units import unit_ops
+from recom_jax.corun.units import kernel_us, schedule_of, unit_ops
 from recom_jax.errors import OptionError
 
 STEP = "step"
@@ -100,7 +100,7 @@ def plan_for_kernels(
             assumed.append("a step of 1 ms (Options(probe=True) measures)")
         assumed.append("half of the device is free throughout the step, and kernels' times")
         stages = (Stage(STEP, duration, 0.5, 0.5),)
-    return search(
+    plan = search(
         ops,
         stages,
         device=device,
@@ -108,6 +108,23 @@ def plan_for_kernels(
         max_share=options.max_share,
         assumed=assumed,
     )
+    return plan if probed is None else retimed(plan, kernels, probed)
+
+
+def retimed(plan: Plan, kernels: PrepKernels, probed: Probed) -> Plan:
+    """The plan with its kernels' times by their tiles, one by one: the search takes them to be alike."""
+    schedule = schedule_of(plan, kernels)
+    assert schedule is not None
+    costs = {c.cls: c for c in probed.classes}
+    pieces = {x.name: x.pieces for x in schedule.launches}
+    ends: dict[str, float] = {}
+    made = []
+    for k in plan.kernels:
+        start = ends.get(k.stage, 0.0)
+        us = kernel_us(kernels, costs, probed.device, pieces[k.name], k.share)
+        made.append(dataclasses.replace(k, start_us=start, duration_us=us))
+        ends[k.stage] = start + us
+    return dataclasses.replace(plan, kernels=tuple(made))
 
 
 def scaled(ops: Sequence[PrepOp], measured_us: float) -> tuple[PrepOp, ...]:

@@ -1,9 +1,9 @@
 """The capacity probe on a GPU: the user's own kernels beside the user's own step, timed by device events.
 
 One run in front of the step times kernels alone: each class of code (a tile by itself, on few processors and on all),
-and parts drawn at random that nothing is fitted to (how far the model is off). A run without kernels times the step's
-stages. Then everything is run beside each stage in turn, with several shares of the device: what the step loses to it
-is what the stage does not leave free. All times are the device's, by events: how busy the host is does not show.
+parts drawn at random, and others that nothing is fitted to (how far the model is off). A run without kernels times the
+step's stages. Then everything is run beside each stage in turn, with several shares of the device: what the step loses
+to it is what the stage does not leave free. All times are the device's, by events: how busy the host is does not show.
 """
 
 from __future__ import annotations
@@ -23,37 +23,22 @@ import numpy as np
 
 from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
-from recom_jax.corun.cost import Device, Work, rest_of
-from recom_jax.corun.fuse import segments, whole
-from recom_jax.corun.kernels import TILE, PrepKernels
+from recom_jax.corun.alone import SHARES, ClassCost, alone, fitted
+from recom_jax.corun.cost import Device
+from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.plan import Stage
 from recom_jax.corun.probe import REST, cut, donated_inputs, key_of_step
 from recom_jax.corun.stream import Engine, Times
-from recom_jax.corun.units import unit_ops
+from recom_jax.corun.units import every_row, kernel_us
 from recom_jax.options import Options as CompilerOptions
 from recom_jax.trace import flatten
 
-SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 BESIDE = (0.5, 0.25, 0.125, 0.0625)
-FEW = SHARES[-1]  # a share with which a processor has a block at most
-PARTS = 24
+SETTLING = 6  # runs
 STEPS = 60  # of a run; the ring of samples drops the last ones
 WARM = 10
 
-
-@dataclasses.dataclass(frozen=True)
-class ClassCost:
-    """What a full tile of a class of code costs, in microseconds.
-
-    Attributes:
-      alone_us: the only tile of a launch; turn_us: one of many that a block runs in turns, alone on its processor;
-      full_us: of a launch that fills the device.
-    """
-
-    cls: int
-    alone_us: float
-    turn_us: float
-    full_us: float
+Run = Callable[[Callable[[PrepKernels], rt.Schedule]], Times]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +59,8 @@ class Probed:
       stages: the step's, with what each leaves free; device: the cost model's constants; classes: and those of code.
       parts: (share, predicted, measured microseconds) of kernels that nothing was fitted to.
       beside: everything beside each stage, with each share.
-      alone_us: all of the program in one kernel, with the whole device; step_us: the step; period_us: from one to the
-        next, with nothing beside it.
+      alone_us: all of the program in one kernel, with the whole device; step_us: the step; period_us: from one step
+        to the next, with nothing beside them.
     """
 
     stages: tuple[Stage, ...]
@@ -95,7 +80,7 @@ class Probed:
         d = json.loads(raw)
         return cls(
             tuple(Stage(**s) for s in d["stages"]),
-            Device(**d["device"]),
+            Device(**d["device"] | {"filled": tuple(map(tuple, d["device"]["filled"]))}),
             tuple(ClassCost(**c) for c in d["classes"]),
             tuple((float(s), float(p), float(m)) for s, p, m in d["parts"]),
             tuple(Beside(**b) for b in d["beside"]),
@@ -130,8 +115,17 @@ def made_up_state(like: Any) -> Any:
     return jax.tree.map(leaf, like)
 
 
-def run_steps(engine: Engine, columns: Any, state: Any, steps: int = STEPS) -> tuple[Times, Any]:
-    """Trains on one raw batch over and over (the host packs it once): the times, and the state."""
+def copied(state: Any) -> Any:
+    """A copy of a state on the device, for a step that donates it; None if there are shapes alone, or no arrays any
+    more."""
+    for x in jax.tree.leaves(state):
+        if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.is_deleted()):
+            return None
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else jnp.array(x), state)
+
+
+def run_steps(engine: Engine, columns: Any, state: Any, steps: int = STEPS) -> Times:
+    """Trains on one raw batch over and over (the host packs it once)."""
     program, leaves = engine.program(columns)
     native = program.runtime.native
     slots = [program.runtime.pack(leaves) for _ in range(engine.slots)]
@@ -147,7 +141,7 @@ def run_steps(engine: Engine, columns: Any, state: Any, steps: int = STEPS) -> t
             native.commit(slot)
             ahead.append(slot)
     jax.block_until_ready((state, list(flying)))
-    return engine.times(), state
+    return engine.times()
 
 
 def median(values: Sequence[float]) -> float:
@@ -156,73 +150,14 @@ def median(values: Sequence[float]) -> float:
     return 1e3 * statistics.median(late) if late else math.nan
 
 
-def alone(
-    kernels: PrepKernels, seed: int = 0
-) -> tuple[rt.Schedule, list[tuple[tuple[int, ...], float]]]:
-    """The schedule of the run in front of the step, and the (units, share) of its random parts."""
-    n = len(kernels.units)
-    everything = tuple((k, 0.0, 1.0) for k in range(n))
-    launches = [rt.Launch("first", 0, SHARES[0], everything)]  # brings the batch near
-    launches += [rt.Launch(f"share {s}", 0, s, everything) for s in SHARES]
-    for c in sorted({u.cls for u in kernels.units}):
-        mine = [k for k, u in enumerate(kernels.units) if u.cls == c]
-        pieces = tuple((k, 0.0, 1.0) for k in mine)
-        first = kernels.units[mine[0]]
-        tile = min(1.0, TILE // max(1, first.inner) / first.rows)
-        launches += [
-            rt.Launch(f"tile {c}", 0, 1.0, ((mine[0], 0.0, tile),)),
-            rt.Launch(f"few {c}", 0, FEW, pieces),
-            rt.Launch(f"class {c}", 0, 1.0, pieces),
-        ]
-    rng = np.random.default_rng(seed)
-    parts: list[tuple[tuple[int, ...], float]] = []
-    for k in range(PARTS):
-        size = int(rng.integers(max(1, n // 4), n + 1))
-        units = tuple(sorted(int(u) for u in rng.choice(n, size, replace=False)))
-        share = float(SHARES[int(rng.integers(len(SHARES)))])
-        parts.append((units, share))
-        launches.append(rt.Launch(f"part {k}", 0, share, tuple((u, 0.0, 1.0) for u in units)))
-    return rt.Schedule(rt.SEQUENTIAL, tuple(launches)), parts
+def mean(values: Sequence[float]) -> float:
+    """The same, a mean without the lowest and highest twentieth.
 
-
-def fitted(
-    kernels: PrepKernels, took: dict[str, float], processors: int
-) -> tuple[Device, tuple[ClassCost, ...]]:
-    """The cost model of what kernels took alone, in microseconds."""
-    classes = sorted({u.cls for u in kernels.units})
-    launch = min(took[f"tile {c}"] for c in classes)
-    device = Device(launch, processors=processors)
-    made = []
-    for c in classes:
-        units = [u for u in kernels.units if u.cls == c]
-        tiles = sum(-(-u.rows * u.inner // TILE) for u in units)
-        full = sum(u.rows * u.inner for u in units) / TILE
-        single = took[f"tile {c}"] - launch
-        few, whole = (max(0.0, took[f"{n} {c}"] - launch) for n in ("few", "class"))
-        blocks = min(device.blocks(FEW), tiles)
-        turn = few / math.ceil(tiles / blocks)
-        made.append(ClassCost(c, single, turn, min(whole, few) / full))
-    # Classes run one after the other fill the device less well than together.
-    total = sum(m.full_us * full_tiles(kernels, m.cls) for m in made)
-    tiles = sum(-(-u.rows * u.inner // TILE) for u in kernels.units)
-    turns = sum(m.turn_us * full_tiles(kernels, m.cls) for m in made)
-    together = rest_of(
-        took[f"share {SHARES[0]}"] - launch,
-        turns * math.ceil(tiles / min(device.blocks(SHARES[0]), tiles)) / tiles,
-    )
-    by = min(1.0, together / total) if total > 0 else 1.0
-    return device, tuple(dataclasses.replace(m, full_us=m.full_us * by) for m in made)
-
-
-def full_tiles(kernels: PrepKernels, cls: int) -> float:
-    """Tiles of a class, those that are not full in parts."""
-    return sum(u.rows * u.inner for u in kernels.units if u.cls == cls) / TILE
-
-
-def work_of(kernels: PrepKernels, classes: Sequence[ClassCost], units: Sequence[int]) -> Work:
-    """What units cost."""
-    ops = unit_ops(kernels, {c.cls: c for c in classes})
-    return whole(segments([ops[k] for k in units]))
+    Steps beside kernels take one of two times, as processors are given to one or the other first: the median is one.
+    """
+    late = sorted(values[WARM:] or values)
+    cut = len(late) // 20
+    return 1e3 * statistics.fmean(late[cut : len(late) - cut]) if late else math.nan
 
 
 def _in_stage(
@@ -247,8 +182,49 @@ def left_free(stage: Stage, k: int, found: Sequence[Beside], whole_us: float) ->
     )
 
 
+def stages_of(bare: Times, names: Sequence[str]) -> list[Stage]:
+    """How long the step's stages take, with nothing known of what they leave free."""
+    ends = [median(values) for _, values in bare.stages]
+    step_us = max([median(bare.steps), *(e for e in ends if not math.isnan(e))])
+    stages, before = [], 0.0
+    for name, end in zip((*names, REST), (*ends, step_us), strict=True):
+        end = before if math.isnan(end) else max(before, end)
+        stages.append(Stage(name, end - before, 0.0, 0.0))
+        before = end
+    return stages
+
+
+def beside_stages(run: Run, names: Sequence[str]) -> tuple[Times, tuple[Beside, ...]]:
+    """A run with nothing beside the step, and what everything beside each stage, with each share, costs it.
+
+    A device may be faster at first: by 3%, for half a second on an H200. So some runs are not looked at, and the others
+    are held against the runs with nothing beside the step in front of and behind each stage's.
+    """
+
+    def bare() -> Times:
+        return run(
+            lambda k: dataclasses.replace(rt.whole(k, rt.ONCE), stages=tuple(names), timed=True)
+        )
+
+    for _ in range(SETTLING):
+        bare()
+    around, found = [bare()], []
+    for k in range(len(names) + 1):
+        seen = []
+        for share in BESIDE:
+            schedule = functools.partial(_in_stage, stage=k, share=share, names=tuple(names))
+            seen.append((share, run(schedule)))
+        around.append(bare())
+        period_us = statistics.fmean(mean(t.periods) for t in around[-2:])
+        for share, t in seen:
+            took_us = mean(t.kernels[0][1])
+            if took_us > 0:
+                found.append(Beside(k, share, took_us, mean(t.periods) - period_us))
+    return around[-1], tuple(found)
+
+
 def probe(
-    run: Callable[[Callable[[PrepKernels], rt.Schedule]], Times],
+    run: Run,
     names: Sequence[str],
     processors: int,
     cache: Cache | None = None,
@@ -270,54 +246,31 @@ def probe(
     drawn: list[Any] = []
 
     def first(kernels: PrepKernels) -> rt.Schedule:
-        schedule, parts = alone(kernels)
-        drawn.append((kernels, parts))
+        schedule, fits, parts = alone(kernels)
+        drawn.append((kernels, fits, parts))
         return schedule
 
     times = run(first)
-    kernels, parts = drawn[0]
+    kernels, fits, parts = drawn[0]
     took = {name: median(values) for name, values in times.kernels}
-    device, classes = fitted(kernels, took, processors)
+    device, classes = fitted(kernels, took, processors, fits)
+    costs = {c.cls: c for c in classes}
     held_out = tuple(
-        (share, device.kernel_us(work_of(kernels, classes, units), share), took[f"part {k}"])
+        (share, kernel_us(kernels, costs, device, every_row(units), share), took[f"part {k}"])
         for k, (units, share) in enumerate(parts)
     )
     whole_us = took[f"share {SHARES[0]}"]
-    in_front = functools.partial(rt.whole, mode=rt.SEQUENTIAL)
-    bare = run(lambda k: dataclasses.replace(in_front(k), stages=tuple(names), timed=True))
-    ends = [median(values) for _, values in bare.stages]
-    step_us = max([median(bare.steps), *(e for e in ends if not math.isnan(e))])
-    stages, before = [], 0.0
-    for k, name in enumerate((*names, REST)):
-        end = (
-            step_us
-            if k == len(names)
-            else (before if math.isnan(ends[k]) else max(before, ends[k]))
-        )
-        stages.append(Stage(name, end - before, 0.0, 0.0))
-        before = end
-    seen: list[tuple[int, float, Times]] = []
-    for k in range(len(stages)):
-        for share in BESIDE:
-            schedule = functools.partial(_in_stage, stage=k, share=share, names=tuple(names))
-            seen.append((k, share, run(schedule)))
-    # Between two steps is what `begin` takes, which is no loss, and the wait for kernels, which is.
-    between_us = min((median(t.periods) - median(t.steps) for *_, t in seen), default=0.0)
-    period_us = median(bare.steps) + between_us
-    found = [
-        Beside(k, share, took_us, median(t.periods) - period_us)
-        for k, share, t in seen
-        if (took_us := median(t.kernels[0][1])) > 0
-    ]
+    bare, found = beside_stages(run, names)
+    stages = stages_of(bare, names)
     made = Probed(
         tuple(left_free(s, k, found, whole_us) for k, s in enumerate(stages)),
         device,
         classes,
         held_out,
-        tuple(found),
+        found,
         whole_us,
-        step_us,
-        period_us,
+        sum(s.duration_us for s in stages),
+        mean(bare.periods),
     )
     if cache is not None:
         cache.put("probe", key, made.to_json())
@@ -325,12 +278,15 @@ def probe(
 
 
 class Prober:
-    """Measures a user's step beside a program's kernels, on values that are made up.
+    """Measures a user's step beside a program's kernels.
 
     Args:
       step: the user's; state: shapes and dtypes of its state.
       columns: a raw batch, as columns; engine_of: makes an engine that times kernels, with a schedule.
       processors: the device's.
+
+    Attributes:
+      values: the state that each run begins with a copy of; without it, it is made up.
     """
 
     def __init__(
@@ -341,27 +297,28 @@ class Prober:
         columns: Any,
         engine_of: Callable[[Callable[[PrepKernels], rt.Schedule]], Engine],
         processors: int,
+        values: Any = None,
     ) -> None:
         inner = getattr(step, "__wrapped__", step)
         batch = rt.batch_like(kernels)
         closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
         self.names = [part.name for part in cut(closed) if part.name != REST]
         donated = donated_inputs(step, state, batch)
-        own = key_of("probe 4", kernels.source, kernels.words)
+        own = key_of("probe 8", kernels.source, kernels.words)
         self.key = key_of_step(closed, donated, 0) + own
         self.cache = Cache.of(CompilerOptions())
-        self._like, self.columns, self._engine_of = state, columns, engine_of
+        self.values, self._like = values, state
+        self.columns, self._engine_of = columns, engine_of
         self._processors = processors
-        self._trained: Any = None
 
     def run(self, schedule: Callable[[PrepKernels], rt.Schedule]) -> Times:
-        """Trains some steps with a schedule."""
-        if self._trained is None:
-            self._trained = made_up_state(self._like)
+        """Trains some steps with a schedule, from the same state each time: numbers that grow change times, too."""
+        state = None if self.values is None else copied(self.values)
+        if state is None:
+            state = made_up_state(self._like)
         engine = self._engine_of(schedule)
         try:
-            times, self._trained = run_steps(engine, self.columns, self._trained)
-            return times
+            return run_steps(engine, self.columns, state)
         finally:
             engine.close()
 

@@ -75,25 +75,43 @@ compat.register_primitive(
 )
 
 
-def _keep_lists(
-    name: str, body: Callable[..., Any], inputs: Sequence[Any], values: dict[str, Any]
-) -> Any:
+class _KeepLists:
     """What the operators do while a program is traced for kernels: list operators stay one equation, and hashes to
     32 bits do, as 64-bit arithmetic is a tenth of the same in 32-bit words."""
-    narrow = name == _HASH and values["max_value"] <= 1 << 31
-    if name not in _LISTS and not narrow:
-        return body(*inputs, *values.values())
-    leaves, in_tree = jax.tree.flatten(inputs)
 
-    def run(*leaves: Any) -> list[Any]:
-        with operator.traced_by(None):
-            return jax.tree.leaves(body(*jax.tree.unflatten(in_tree, leaves), *values.values()))
+    def __init__(self) -> None:
+        self._made: dict[Any, tuple[tuple[Any, ...], Any]] = {}
 
-    with operator.traced_by(None):
-        out = jax.eval_shape(lambda *a: body(*a, *values.values()), *inputs)
-    avals = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(out))
-    call = ListCall(name, values, in_tree, jax.tree.structure(out), run, avals)
-    return jax.tree.unflatten(call.out_tree, list_p.bind(*leaves, call=call))
+    def __call__(
+        self, name: str, body: Callable[..., Any], inputs: Sequence[Any], values: dict[str, Any]
+    ) -> Any:
+        narrow = name == _HASH and values["max_value"] <= 1 << 31
+        if name not in _LISTS and not narrow:
+            return body(*inputs, *values.values())
+        leaves, in_tree = jax.tree.flatten(inputs)
+
+        def run(*leaves: Any) -> list[Any]:
+            with operator.traced_by(None):
+                return jax.tree.leaves(body(*jax.tree.unflatten(in_tree, leaves), *values.values()))
+
+        # Tracing a hash only to learn what it gives takes hundreds of equations; its numbers don't matter.
+        numbers = (0, 2) if narrow else tuple(values.values())
+        kinds = tuple((x.shape, x.dtype) for x in leaves)
+        avals, out_tree = self._shapes((name, in_tree, kinds, numbers), body, inputs)
+        call = ListCall(name, values, in_tree, out_tree, run, avals)
+        return jax.tree.unflatten(out_tree, list_p.bind(*leaves, call=call))
+
+    def _shapes(
+        self, key: Any, body: Callable[..., Any], inputs: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], Any]:
+        """What an operator gives for such inputs: found once for each kind."""
+        found = self._made.get(key)
+        if found is None:
+            with operator.traced_by(None):
+                out = jax.eval_shape(lambda *a: body(*a, *key[-1]), *inputs)
+            avals = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(out))
+            found = self._made[key] = avals, jax.tree.structure(out)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +153,7 @@ def pulled(prep: Callable[[Any], Any], raw_like: Any) -> Pulled:
     Raises:
       Unsupported: it does what kernels cannot express; the text says what.
     """
-    with operator.traced_by(_keep_lists):
+    with operator.traced_by(_KeepLists()):
         # A new function, so that JAX traces it anew rather than take a trace with operators as they are.
         closed, out = jax.make_jaxpr(lambda raw: prep(raw), return_shape=True)(raw_like)
     jaxpr = flatten(closed)

@@ -22,7 +22,7 @@ from recom_jax.options import Options as CompilerOptions
 from recom_jax.preprocess.ingest import ladder
 from recom_jax.preprocess.values import Jagged
 
-PLAN, EAGER, SEQUENTIAL = 0, 1, 2
+PLAN, EAGER, SEQUENTIAL, ONCE = 0, 1, 2, 3
 _TOKEN_BYTES = 16
 _MOST_THREADS = 8
 _BYTES_A_THREAD = 4 << 20
@@ -52,7 +52,8 @@ class Schedule:
 
     Attributes:
       mode: PLAN: kernels start with their stages; EAGER: as soon as a raw batch is there, on a stream of ours;
-        SEQUENTIAL: in front of the step, on XLA's stream.
+        SEQUENTIAL: in front of the step, on XLA's stream; ONCE: the same for the first batch in each place, and no
+        kernels for later ones, which are taken to be that batch: to time steps with nothing beside them.
       stages: names of the markers that end them, in order; timed: time them all (each marker costs the step something).
     """
 
@@ -328,6 +329,20 @@ class Shapes:
                 return False
         return True
 
+    def joined(self, like: Any) -> Any:
+        """Shapes of columns with lists that are as long as these where these are longer; the same shapes if they
+        differ from these in more than the lengths of lists."""
+        leaves, tree = jax.tree.flatten(like)
+        if tree != self.tree:
+            return like
+        made = []
+        for x, (dtype, shape), lists in zip(leaves, self.kinds, self.lists, strict=True):
+            cut = 1 if lists else 0
+            if x.dtype != dtype or x.shape[cut:] != shape[cut:]:
+                return like
+            made.append(jax.ShapeDtypeStruct(max(x.shape, shape), dtype))
+        return jax.tree.unflatten(tree, made)
+
 
 def capacities_of(raw: Any) -> dict[str, int]:
     """The capacity of each list column."""
@@ -366,6 +381,7 @@ def ring_bytes(kernels: PrepKernels, slots: int, ahead: int = 1) -> tuple[int, i
 
 __all__ = [
     "EAGER",
+    "ONCE",
     "PLAN",
     "SEQUENTIAL",
     "Launch",

@@ -254,8 +254,6 @@ def initial_mapping(
 def _alone_us(parts: Sequence[Segment], device: Device) -> float:
     """Everything in front of the step, a kernel for each level."""
     levels = {s.level for s in parts}
-    if not device.processors:
-        return len(levels) * device.launch_us + whole(parts).alone_us
     return sum(device.kernel_us(whole([s for s in parts if s.level == n]), 1.0) for n in levels)
 
 

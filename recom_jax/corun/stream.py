@@ -118,10 +118,18 @@ class Engine:
             for p in reversed(self._programs):
                 if p.shapes.fit(leaves, tree):
                     return p, leaves
-            like = rt.like_with(columns, rt.roomy(rt.capacities_of(columns)))
+            like = self._roomy(columns)
             made = Program(rt.Shapes.of(like), self._runtime_for(like))
             self._programs.append(made)
             return made, leaves
+
+    def _roomy(self, columns: Any) -> Any:
+        """What a program for these columns takes: lists as long as any before, or columns whose lists are long in
+        turns would need a program for each combination."""
+        like = rt.like_with(columns, rt.roomy(rt.capacities_of(columns)))
+        for p in self._programs:
+            like = p.shapes.joined(like)
+        return like
 
     def _runtime_for(self, like: Any) -> Any:
         kernels = self._compiler(like)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+
+from recom_jax.corun.cost import Device, Load
 from recom_jax.corun.graph import BYTES_PER_US, OPS_PER_US
 from recom_jax.corun.kernels import TILE, PrepKernels
 from recom_jax.corun.plan import AFTER, Plan, PrepOp
@@ -14,7 +17,7 @@ from recom_jax.corun.runtime import PLAN, Launch, Schedule
 
 
 class TileCost(Protocol):
-    """What a full tile of a class costs, in microseconds: see `probe_stream.ClassCost`."""
+    """What a full tile of a class costs, in microseconds: see `alone.ClassCost`."""
 
     @property
     def alone_us(self) -> float: ...
@@ -49,6 +52,46 @@ def unit_ops(
             )
         made.append(op)
     return tuple(made)
+
+
+Pieces = tuple[tuple[int, float, float], ...]  # (unit, first row, last row), rows in parts
+
+
+def every_row(units: Iterable[int]) -> Pieces:
+    """These units, whole."""
+    return tuple((k, 0.0, 1.0) for k in units)
+
+
+def load_of(
+    kernels: PrepKernels,
+    costs: Mapping[int, TileCost],
+    device: Device,
+    pieces: Pieces,
+    share: float,
+) -> Load:
+    """A kernel of these pieces, tile by tile: blocks take them in turns, in their order."""
+    tiles = kernels.tiles(pieces)
+    if not len(tiles):
+        return Load(1, 0.0, 0.0, 0.0)
+    blocks = min(device.blocks(share), len(tiles))
+    part = tiles["count"] / TILE
+    turn, full, alone = (
+        np.array([getattr(costs[c], name) for c in range(max(costs) + 1)])[tiles["cls"]]
+        for name in ("turn_us", "full_us", "alone_us")
+    )
+    busiest = np.bincount(np.arange(len(tiles)) % blocks, turn * part).max()
+    return Load(blocks, float(busiest), float((full * part).sum()), float(alone.max()))
+
+
+def kernel_us(
+    kernels: PrepKernels,
+    costs: Mapping[int, TileCost],
+    device: Device,
+    pieces: Pieces,
+    share: float,
+) -> float:
+    """Time of a kernel of these pieces."""
+    return device.loaded_us(load_of(kernels, costs, device, pieces, share))
 
 
 def markers_of(stages: Sequence[str]) -> tuple[str, ...]:

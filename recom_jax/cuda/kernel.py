@@ -139,18 +139,19 @@ def _image(source: str, pointers: int, arch: str, options: Options) -> bytes:
 
 
 def _dump(kernel: Kernel, arch: str, options: Options) -> None:
-    """Keeps the text, the PTX, and what the machine code takes, if asked to."""
+    """Keeps the text, the PTX, what the machine code takes, and that code, if asked to."""
     if options.dumps_to is None:
         return
     from recom_jax import pipeline
 
+    code: dict[str, bytes] = {}
     try:
-        figures = nvrtc.sass(kernel.source, arch or "sm_90", kernel.pointers)[2]
+        code["cubin"], _, figures = nvrtc.sass(kernel.source, arch or "sm_90", kernel.pointers)
         taken = "\n".join(str(f) for f in figures)
         ptx = nvrtc.ptx(kernel.source, kernel.pointers).text
     except CudaError as why:
         taken = ptx = str(why)
-    pipeline.dump(options, cuda=kernel.source, ptx=ptx, sass=taken)
+    pipeline.dump(options, cuda=kernel.source, ptx=ptx, sass=taken, **code)
 
 
 __all__ = ["BUCKETS", "TABLE", "Kernel", "bucket", "kernel_for", "native_arch", "table_bytes"]

@@ -36,8 +36,8 @@ AXES: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("flight", (2, 8)),
     ("blocks", (3, 4, 5, 6)),
     ("slices", (1000, 2000, 4000)),
-    ("run", (64, 256, 512)),
-    ("tiles", (8, 32)),
+    ("run", (64, 128, 256)),
+    ("tiles", (4, 8, 16, 32)),
 )
 """What is tried, one field of a schedule after the other, the best so far kept."""
 

@@ -287,18 +287,27 @@ def test_rings_come_and_go(params: Any) -> None:
 SCRIPT = textwrap.dedent("""
     import sys
     sys.path[:0] = [{tests!r}, {root!r}]
-    import numpy as np, jax
+    import numpy as np, jax, recom_jax
     from test_gpu_serve import MODEL, PLAIN, make_batch, make_params, fill, close
+
+    def kept():  # what calls load and allocate for good: `initialize` does, `execute` never
+        names = "modules_loaded", "plans_uploaded", "device_bytes"
+        return [recom_jax.stats()["cuda_" + name] for name in names]
+
     params = make_params()
     serve = MODEL.bind(params)
     batches = [make_batch(n, seed) for seed in range(5) for n in (64, 1000)]
     wants = [np.asarray(PLAIN(params, b)) for b in batches]
-    for _ in range(40):
+    before = None
+    for turn in range(40):
         outs = [serve(b) for b in batches]
         for out, want in zip(outs, wants):
             close(out, want)
         for b, want in zip(batches, wants):
             close(serve(fill(serve.input_views(b), b)), want)
+        before = before or kept()
+    assert kept() == before, (before, kept())
+    assert recom_jax.stats()["cuda_late_preparations"] == 0, recom_jax.stats()
     print("fine")
 """)
 

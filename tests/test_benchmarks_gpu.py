@@ -1,0 +1,259 @@
+"""The GPU's benchmark cases without a GPU: every step but the device's own runs, on tiny models."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import driver, machine, pieces, record, report, torch_peers
+from benchmarks.cases import CASES, gpu, gpu_end_to_end, gpu_recflex, gpu_scaling
+from benchmarks.context import Context, Settings
+from benchmarks.pieces import Beside
+from benchmarks.record import Result
+from benchmarks.timing import Plan
+from examples.recom_models import int_hash
+from recom_jax import _recom
+from recom_jax.cuda import kernel, nvrtc, tune
+from recom_jax.errors import CudaError
+
+pytestmark = pytest.mark.once
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+QUICK = dataclasses.replace(Settings.tiny(), plan=Plan(rounds=2, burst=1, least_rounds=1))
+TILE = 32
+
+
+class Device:
+    """Notes what is launched, and fills results with what the interpreter says."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[int, int, int]] = []
+
+    def time(
+        self,
+        image: str,
+        pointers: int,
+        launches: Any,
+        device: int,
+        calls: int,
+        repeats: int,
+        flush: int,
+    ) -> list[float]:
+        for tiles, words, buffers in launches:
+            assert image and words and tiles and len(tiles) % TILE == 0
+            assert all(b % 4 == 0 for b in buffers)
+            self.launched.append((pointers, len(tiles) // TILE, len(buffers)))
+        return [0.01 + 0.001 * k for k in range(repeats)]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    try:
+        nvrtc.version()
+    except CudaError as why:
+        pytest.skip(str(why))
+    made = Device()
+    info = {"devices": [{"name": "x", "sms": 132, "capability": (9, 0)}], "driver": (99, 0)}
+    monkeypatch.setattr(_recom, "cuda_info", lambda: info)
+    monkeypatch.setattr(_recom, "cuda_time", made.time)
+    for case in (gpu, gpu_recflex):
+        monkeypatch.setattr(case, "copy_bandwidth", lambda: 4.0)
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_end_to_end, "SECONDS", 0.4)
+    monkeypatch.setattr(tune, "AXES", (("run", (64,)), ("tiles", (8,))))
+    return made
+
+
+def measured(case: str, piece: str, settings: Settings = QUICK) -> Result:
+    made = CASES[case].pieces
+    assert made is not None
+    result = made(settings)[piece](Context(settings, pathlib.Path("nowhere")))
+    assert len({r.key for r in result.rows}) == len(result.rows)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("case", "piece", "rows", "targets"),
+    [
+        ("gpu_kernels", "e 256", 3, 1),
+        ("gpu_kernels", "f 2048", 3, 1),
+        ("gpu_kernels", "e 256 compare", 1, 0),
+        ("gpu_recflex", "D 512", 2, 1),
+        ("gpu_recflex", "D 2048", 2, 0),
+        ("gpu_recflex", "mlperf 512", 2, 0),
+        ("gpu_recflex", "D 512 jit", 1, 0),
+        ("gpu_scaling", "columns 20", 8, 0),
+        ("gpu_scaling", "batch 8", 8, 0),
+        ("gpu_ablation", "e 256", 4, 0),
+        ("gpu_ablation", "D 512", 4, 0),
+        ("gpu_tuned", "e 256", 2, 1),
+        ("gpu_serve", "batch 256", 11, 3),
+        ("gpu_model_e", "batch 16", 13, 1),
+    ],
+)
+def test_a_piece(device: Device, case: str, piece: str, rows: int, targets: int) -> None:
+    settings = dataclasses.replace(QUICK, batches=(8, 16))
+    result = measured(case, piece, settings)
+    if "not installed" not in str(result.facts.get("torch", "not installed")):
+        rows += 2  # torch's bags
+    assert (len(result.rows), len(result.targets)) == (rows, targets)
+    kernels = [r for r in result.rows if "kernel" in r.group and "jit" not in r.contestant]
+    assert all(5 < r.median < 30 and r.unit == "us" for r in kernels)  # of 0.01 to 0.02 ms
+    assert bool(kernels) == bool(device.launched)
+
+
+def test_a_case_for_gpus_is_refused_without_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    monkeypatch.setattr(driver, "run_case", None)
+    assert driver.main(["gpu_serve", "--out", str(tmp_path)]) == 2
+    assert "gpu_serve: JAX has no GPU here" in capsys.readouterr().err
+    assert driver.main(["gpu_serve", "--list", "--out", str(tmp_path)]) == 0
+
+
+def test_all_pieces_have_a_name_of_their_own() -> None:
+    for name, case in CASES.items():
+        if case.pieces is not None:
+            made = case.pieces(Settings())
+            assert len({"-".join(piece.split()) for piece in made}) == len(made), name
+
+
+def test_addresses_in_a_table_are_compared_with_several_launches(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "BUCKETS", ())
+    monkeypatch.setattr(gpu_scaling, "PARAMETERS", 32)
+    result = measured("gpu_scaling", "columns 20")
+    times = {r.contestant: r for r in result.rows if r.group.endswith("kernel")}
+    assert times[gpu_scaling.SEVERAL].note.startswith("2 launch")
+    assert times[gpu.FUSED].note.startswith("1 launch")
+    assert {p for p, _, _ in device.launched} == {0, 32}
+
+
+def test_a_peer_that_computes_something_else_fails() -> None:
+    ours = np.ones((2, 3), np.float32)
+    torch_peers.same("g", "torch", ours + 1e-6, ours)
+    with pytest.raises(RuntimeError, match="g: torch computes something else"):
+        torch_peers.same("g", "torch", ours + 1, ours)
+
+
+def test_torchs_hash_is_the_models() -> None:
+    x = np.random.default_rng(0).integers(0, 1_000_000, 1000, dtype=np.int32)
+    for rows in (1, 7, 100):
+        want = int_hash(jnp.asarray(x), rows)
+        np.testing.assert_array_equal(torch_peers.hashed(x.astype(np.int64), rows), want)
+
+
+def test_the_faster_hand_batched_form_counts(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = measured("gpu_serve", "batch 256")
+    stacked = [r for r in result.rows if "stacked beforehand" in r.inputs]
+    best = min(stacked, key=lambda r: r.median).contestant.removeprefix("jax.jit, ")
+    assert result.targets[2].measured == f"the faster of two forms: {best}"
+
+
+# ---- pieces that are ended ---------------------------------------------------------------------------------------
+
+CHILD = """
+import pathlib, subprocess, sys, time
+inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+pathlib.Path({path!r}).write_text(str(inner.pid))
+time.sleep(300)
+"""
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (it may still wait for its parent to notice)."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return True
+    return state in "ZX"
+
+
+def wait(condition: Any, seconds: float = 30) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="no /proc")
+def test_a_piece_is_ended_with_what_it_started(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pid"
+    command = [sys.executable, "-c", CHILD.format(path=str(path))]
+    monkeypatch.setattr(pieces, "command_of", lambda _: command)
+    with pytest.raises(RuntimeError, match="ended after"):
+        driver.run_case("gpu_model_e", QUICK, tmp_path, beside=Beside(seconds=10))
+    assert wait(lambda: gone(int(path.read_text())))
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="no /proc")
+def test_pieces_end_with_who_runs_them(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "pid"
+    script = textwrap.dedent(f"""
+        import pathlib, sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from benchmarks import driver, pieces
+        from benchmarks.context import Settings
+        child = {CHILD.format(path=str(path))!r}
+        pieces.command_of = lambda _: [sys.executable, "-c", child]
+        driver.run_case("gpu_model_e", Settings.tiny(), pathlib.Path({str(tmp_path)!r}))
+    """)
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    run = subprocess.Popen([sys.executable, "-c", script], env=env, stderr=subprocess.DEVNULL)
+    try:
+        assert wait(lambda: path.exists() and path.read_text() != "", 120)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 128 + signal.SIGTERM
+        assert wait(lambda: gone(int(path.read_text())))
+    finally:
+        run.kill()
+
+
+def test_no_piece_waits_for_compilers_until_it_is_ended(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def command(job: Any) -> list[str]:
+        given.append(job["patience"])
+        return ["false"]
+
+    monkeypatch.setattr(pieces, "command_of", command)
+    for patience in (600.0, 20.0):
+        beside = Beside(seconds=100.0, patience=patience)
+        with pytest.raises(RuntimeError, match="exit status 1"):
+            driver.run_case("gpu_model_e", QUICK, tmp_path, beside=beside)
+    assert 50 < given[0] <= 60 and given[1] == 20
+
+
+def test_a_partial_result_is_rendered(device: Device, tmp_path: pathlib.Path) -> None:
+    """Pieces that are missing are named, and the promises of those that are there are judged."""
+    parts = {"D 512": measured("gpu_recflex", "D 512"), "e": Result()}
+    joined = pieces.join(parts, ["D 256", "D 512 jit"])
+    record.write(tmp_path / "x.json", {
+        "schema": record.SCHEMA, "case": "gpu_recflex", "title": "T", "date": "2026-01-02T03:04:05",
+        "minutes": 1.5, "settings": dataclasses.asdict(QUICK), "machine": machine.machine(),
+        "versions": machine.versions(), "git": {"commit": "0123456789abcdef", "modified": False},
+        "load_before": [], "load_after": [], **record.to_json(joined),
+    })  # fmt: skip
+    text = report.render(report.load(tmp_path))
+    assert "missing D 256, D 512 jit" in text
+    assert "| RecFlex D, batch 512: kernel | at most 75 us |" in text
+    assert "every row in use, every input and every result moved once" in text
