@@ -104,11 +104,11 @@ py::tuple nvrtc_compile(const std::vector<std::string>& paths, std::string text,
 std::vector<double> cuda_time(
     std::string_view image, int pointers,
     const std::vector<std::tuple<std::string, std::string, std::vector<uint64_t>>>& launches,
-    int device, int calls, int repeats, int64_t flush_bytes) {
+    int device, int calls, int repeats, int64_t flush_bytes, int shared_percent) {
   std::vector<TimedLaunch> timed;
   for (const auto& [tiles, words, buffers] : launches) timed.push_back({tiles, words, buffers});
   const py::gil_scoped_release release;
-  return time_launches(image, pointers, timed, device, calls, repeats, flush_bytes);
+  return time_launches(image, pointers, timed, device, calls, repeats, flush_bytes, shared_percent);
 }
 
 }  // namespace
@@ -120,6 +120,7 @@ void bind_cuda(py::module_& m) {
         "The launches of a call, for tests: tiles and words as recom_abi.h lays them out.");
   m.def("cuda_time", &cuda_time, py::arg("image"), py::arg("pointers"), py::arg("launches"),
         py::arg("device"), py::arg("calls"), py::arg("repeats"), py::arg("flush_bytes"),
+        py::arg("shared_percent") = -1,
         "Milliseconds per call of (tiles, words, addresses) launches, by device events.");
   m.def("cuda_info", &cuda_info, "Driver, devices, and what is missing if there are none.");
   m.def("nvrtc_compile", &nvrtc_compile, py::arg("paths"), py::arg("text"), py::arg("name"),

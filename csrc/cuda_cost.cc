@@ -75,8 +75,7 @@ int64_t jagged_passes(const UnitShape& u, const Geometry& g, int64_t bags_per_pa
                       int sms) {
   const double share = left / (2.0 * kJaggedBlocks * sms);
   const double passes = std::max(share / g.pass_cost, double{kMaxPasses});
-  const double fit =
-      kStagePositions / std::max(u.positions * static_cast<double>(bags_per_pass), 1.0);
+  const double fit = kStageWords / ((u.positions + 1) * static_cast<double>(bags_per_pass));
   return static_cast<int64_t>(std::max(std::min(passes, fit), 1.0));
 }
 

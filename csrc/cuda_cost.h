@@ -17,9 +17,9 @@ inline constexpr int kTilesPerSm = 2 * kBlocksPerSm, kEvenTilesPerSm = kBlocksPe
 inline constexpr int kMaxPasses = 8;
 // Blocks with jagged bags that an SM really holds, for their registers.
 inline constexpr int kJaggedBlocks = 5;
-// Positions that a tile of jagged bags aims at, at most: with some to spare, 4-byte ids of so many
-// fit its stage of shared memory (kStageBytes in recom_tile.cuh).
-inline constexpr double kStagePositions = 3480;
+// Positions and bags that a tile of jagged bags aims at, at most: with some to spare, 4-byte ids
+// and limits of so many fit its stage of shared memory (kStageBytes in recom_tile.cuh).
+inline constexpr double kStageWords = 3580;
 // A store's run of adjacent columns: a whole cache line, or two sectors of 32 bytes, likewise.
 inline constexpr int64_t kRunBytes = 128, kEvenRunBytes = 64;
 

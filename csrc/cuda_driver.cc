@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -72,6 +73,25 @@ int Driver::attribute(int attribute, Device device) const {
   int value = 0;
   check(device_attribute(&value, attribute, device), "tell a device's properties");
   return value;
+}
+
+void Driver::spare_cache(Function kernel, int ordinal, int threads, int percent) const {
+  constexpr int kOwn = 1024, kGranule = 256;  // of each block; registers of a warp
+  Device device;
+  int shared = 0, registers = 0, all_shared = 0, all_registers = 0;
+  if (device_get(&device, ordinal) != 0 || function_attribute(&shared, kSharedBytes, kernel) != 0 ||
+      function_attribute(&registers, kRegisters, kernel) != 0 ||
+      device_attribute(&all_shared, kSharedOfProcessor, device) != 0 ||
+      device_attribute(&all_registers, kRegistersOfProcessor, device) != 0) {
+    return;
+  }
+  if (percent < 0) {
+    if (shared == 0 || registers == 0 || all_shared == 0) return;
+    const int warp = (registers * 32 + kGranule - 1) / kGranule * kGranule;
+    const int blocks = all_registers / (warp * (threads / 32));
+    percent = std::min((blocks * (shared + kOwn) * 100 + all_shared - 1) / all_shared, 100);
+  }
+  set_function_attribute(kernel, kCarveout, percent);
 }
 
 DeviceScope::DeviceScope(const Driver& driver, int ordinal) : driver_(driver) {

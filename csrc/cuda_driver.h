@@ -24,7 +24,8 @@ inline constexpr Result kNotReady = 600;
 
 // CUdevice_attribute, CUfunction_attribute, CUjit_option, flags.
 inline constexpr int kMultiprocessors = 16, kCapabilityMajor = 75, kCapabilityMinor = 76;
-inline constexpr int kSharedBytes = 1, kLocalBytes = 3, kRegisters = 4;
+inline constexpr int kSharedOfProcessor = 81, kRegistersOfProcessor = 82;
+inline constexpr int kSharedBytes = 1, kRegisters = 4, kCarveout = 9;
 inline constexpr int kJitInfoLog = 3, kJitInfoLogSize = 4, kJitErrorLog = 5, kJitErrorLogSize = 6;
 inline constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHostPortable = 1;
 
@@ -47,6 +48,7 @@ inline constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHost
   X(module_unload, "cuModuleUnload", (Module))                                                                   \
   X(module_function, "cuModuleGetFunction", (Function*, Module, const char*))                                    \
   X(function_attribute, "cuFuncGetAttribute", (int*, int, Function))                                             \
+  X(set_function_attribute, "cuFuncSetAttribute", (Function, int, int))                                          \
   X(launch, "cuLaunchKernel", (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,   \
                                Stream, void**, void**))                                                          \
   X(mem_alloc, "cuMemAlloc_v2", (Pointer*, size_t))                                                              \
@@ -87,6 +89,10 @@ struct Driver {
   // Throws CudaError if `code` is an error: "recom_jax: CUDA cannot <what>: ...".
   void check(Result code, const std::string& what) const;
   int attribute(int attribute, Device device) const;
+  // Asks for as much shared memory of a multiprocessor as the blocks need that its registers hold:
+  // the driver provides for as many as threads would allow, and the first-level cache is what is
+  // left. A hint: nothing is said where the driver doesn't take it. percent: another share instead.
+  void spare_cache(Function kernel, int device, int threads, int percent = -1) const;
 };
 
 // Makes a device's primary context (the one XLA uses) current for a scope.

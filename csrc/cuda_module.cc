@@ -97,6 +97,7 @@ Functions load_functions(const Driver& driver, const CudaArguments& a) {
   }
   Functions found;
   driver.check(driver.module_function(&found.fused, module, kFused), "find the fused kernel");
+  driver.spare_cache(found.fused, a.device, recom_cuda::kThreads);
   if (a.pointers == 0) {
     driver.check(driver.module_function(&found.point, module, kPoint), "find the table's kernel");
   }

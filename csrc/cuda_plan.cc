@@ -71,6 +71,8 @@ class Planner {
     }
     out.aligned = k.vec > 1 && width % k.vec == 0;
     for (int i : k.ops) out.aligned = out.aligned && aligned(c, c.ops[i], col, k.vec);
+    // Code for staged tiles of jagged bags multiplies strides of 32 bits.
+    if (k.form == recom_cuda::kJagged) out.aligned = out.aligned && near(c, k, col);
     return out;
   }
 
@@ -137,6 +139,15 @@ class Planner {
     if (lookup) return whole(v[o.n]);
     return v[o.feature] == 1 &&
            std::all_of(o.strides.begin(), o.strides.end(), [&](int s) { return whole(v[s]); });
+  }
+
+  static bool near(const ColumnClass& c, const CudaClass& k, const Plan::Col& col) {
+    for (int i : k.stores) {
+      for (int s : c.ops[i].strides) {
+        if (col.v[s] < 0 || col.v[s] > INT32_MAX) return false;
+      }
+    }
+    return true;
   }
 
   // ---- launches ----

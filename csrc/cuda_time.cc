@@ -112,7 +112,7 @@ std::vector<std::vector<char>> points_of(Pointer table, const std::vector<uint64
 
 std::vector<double> time_launches(std::string_view image, int pointers,
                                   const std::vector<TimedLaunch>& launches, int device, int calls,
-                                  int repeats, int64_t flush_bytes) {
+                                  int repeats, int64_t flush_bytes, int shared_percent) {
   const Driver& d = Driver::get();
   const DeviceScope scope(d, device);
   const std::string text(image);  // ends with a zero, as PTX must
@@ -120,6 +120,7 @@ std::vector<double> time_launches(std::string_view image, int pointers,
   d.check(d.module_load(&module, text.c_str(), 0, nullptr, nullptr), "load a module");
   Function kernel;
   d.check(d.module_function(&kernel, module, "recom_fused"), "find the kernel");
+  if (shared_percent != -2) d.spare_cache(kernel, device, recom_cuda::kThreads, shared_percent);
   Function point = nullptr;
   if (pointers == 0) {
     d.check(d.module_function(&point, module, "recom_point"), "find the table's kernel");

@@ -18,10 +18,11 @@ struct TimedLaunch {
 
 // Milliseconds per call, of `repeats` runs of `calls` calls each (a call is all launches, one after
 // the other). Before each run, `flush_bytes` of device memory are overwritten, so that nothing is
-// left in a cache of that size. Throws CudaError.
+// left in a cache of that size. `shared_percent`: of a multiprocessor's shared memory (-1: as calls
+// have it, -2: as the driver likes). Throws CudaError.
 std::vector<double> time_launches(std::string_view image, int pointers,
                                   const std::vector<TimedLaunch>& launches, int device, int calls,
-                                  int repeats, int64_t flush_bytes);
+                                  int repeats, int64_t flush_bytes, int shared_percent = -1);
 
 }  // namespace recom
 

@@ -18,6 +18,9 @@ std::atomic<int64_t> live_views{0};
 
 // Less is copied before others could help.
 constexpr int64_t kOverlapBytes = int64_t{256} << 10;
+// A slot so large that its copy takes longer than a call takes to begin: whoever has it issues the
+// copy, as a helper that sleeps wakes late.
+constexpr int64_t kIssueBytes = int64_t{4} << 20;
 constexpr int64_t kHelperBytes = int64_t{192} << 10;  // each helper should have that much to copy
 
 struct ViewHold {
@@ -200,6 +203,10 @@ py::object UploadNow(Lease& lease, uintptr_t token, int64_t spin_us) {
   const int64_t nbytes = ring.layout->total_bytes;
   auto upload = stage_source(reinterpret_cast<const void*>(token), nbytes).upload;
   if (!upload) return py::none();
+  if (nbytes >= kIssueBytes) {
+    upload->Issue(0, nbytes, true);
+    return py::none();
+  }
   // Nothing is left to copy, so that a helper's first act is to issue the piece there is. The call
   // does where there is no helper.
   Plan plan(*ring.layout, lease.data(), lease.data() + nbytes);

@@ -21,6 +21,7 @@ import recom_jax
 from recom_jax import corun
 from recom_jax import preprocess as pp
 from recom_jax.corun import ring
+from recom_jax.corun.report import Report, Sample
 from tests.helpers import cpu_only
 
 ROWS = 16
@@ -356,6 +357,17 @@ def test_ctrl_c_while_it_waits_for_input() -> None:
         release.set()
     assert pipe.position == 1
     assert numbers(pipe.run(start(), raws(2))) == [0, 1]
+
+
+def test_a_prediction_is_held_against_the_mean_of_all_steps() -> None:
+    """Where each third batch comes late, most steps don't wait at all."""
+    late = [Sample(w, 1e-3, 0.0, 0.0) for _ in range(10) for w in (0.0, 0.0, 6e-3)]
+    report = Report.of([Sample(9.0, 9.0, 0.0, 0.0), *late], {}, 3e-3)
+    assert report.step_s == 1e-3 and report.wait_s == 0
+    assert report.period_s is not None and 2.7e-3 < report.period_s <= 3e-3
+    assert report.prediction_error is not None and abs(report.prediction_error) < 0.1
+    assert "from step to step, mean" in str(report)
+    assert Report.of([], {}, 3e-3).prediction_error is None
 
 
 @cpu_only("the stream runtime has more baselines")

@@ -161,6 +161,30 @@ def test_what_kernels_cost_is_the_median_of_pairs() -> None:
     assert loss(found) == pytest.approx(0.004, abs=1e-6)
 
 
+def test_a_device_that_slows_down_is_held_against_itself() -> None:
+    """Steps take 0.1% longer with each run; beside the second stage, 5% longer."""
+    runs: list[Any] = []
+
+    def run(schedule_for: Any) -> Times:
+        schedule = schedule_for(compiled())
+        runs.append(schedule)
+        ms = 1 + 0.001 * len(runs)
+        kernels: tuple[Any, ...] = ()
+        if schedule.mode == runtime.PLAN:
+            kernels = (("k0", (0.01,)),)
+            ms *= 1.05 if schedule.launches[0].stage == 1 else 1.0
+        assert schedule.timed and schedule.stages == ("a", "b")
+        return Times(kernels, (("a", (0.3,)), ("b", ())), (0.9,), (ms,))
+
+    bare, found = probe_stream.beside_stages(run, ("a", "b"))
+    assert len(runs) == probe_stream.SETTLING + 4 + 3 * len(probe_stream.BESIDE)
+    assert [b.stage for b in found] == [k for k in range(3) for _ in probe_stream.BESIDE]
+    lost = [b.lost_us for b in found]
+    assert max(map(abs, lost[:4] + lost[8:])) < 2 and min(lost[4:8]) > 49
+    stages = probe_stream.stages_of(bare, ("a", "b"))
+    assert [(x.name, round(x.duration_us)) for x in stages] == [("a", 300), ("b", 0), ("rest", 600)]
+
+
 def test_of_two_speeds_the_mean_counts() -> None:
     fast, slow = [1.0] * 20, [1.2] * 20
     first = [9.0] * probe_stream.WARM

@@ -205,6 +205,25 @@ def test_bags_longer_than_shared_memory(dtype: Any) -> None:
             check(fn, args, {"sum": 0.02, "max": 0.0}, (Options(sms=1), Options(tiles=3, order=2)))
 
 
+@pytest.mark.parametrize(("n", "total"), [(1500, 2250), (2200, 3300), (4200, 300)])
+def test_tiles_of_many_short_bags(n: int, total: int) -> None:
+    """The stage holds a tile's ids and its bags' limits: both fit, not both, not even the limits."""
+    rng = np.random.default_rng(n)
+    splits = np.sort(rng.integers(0, total + 1, n + 1)).astype(np.int32)
+    splits[[0, -1]] = 0, total
+    t = rng.standard_normal((50, 8)).astype(np.float32)
+    x = rng.integers(0, 50, total).astype(np.int32)
+
+    def fn(args: Any) -> Any:
+        t, x, splits = args
+        seg = jnp.searchsorted(splits, jnp.arange(x.shape[0]), side="right") - 1
+        return jax.ops.segment_sum(t[x], seg, num_segments=n)
+
+    shown = [splits] if total > 1000 else [splits, splits[::-1].copy()]
+    for one in shown:
+        check(fn, (t, x, one), 1e-4, (Options(tiles="simple"), Options(sms=1, order=2)))
+
+
 @pytest.mark.parametrize("way", ["splits", "segments", "lengths"])
 def test_bags_that_take_a_block(way: str) -> None:
     """Bags of 2,048 positions or more, by sums, means, extremes and weights, with rows that do not exist."""

@@ -244,7 +244,26 @@ def test_jagged_tiles_fit_the_stage(positions):
     call = jagged(1, 8000, positions)
     (launch,) = call.plan(sms=1)
     check_tiles(call, [launch])
-    assert max(launch["tiles"]["bags"]) * positions <= 3480
+    assert max(launch["tiles"]["bags"]) * (positions + 1) * 4 <= 0.9 * 16384  # limits, too
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_vectors_of_jagged_bags_need_near_rows(far):
+    """Code for whole vectors multiplies a result's stride in 32 bits."""
+
+    def model(t: Any, splits: Any, x: Any) -> Any:
+        seg = jnp.searchsorted(splits, jnp.arange(7), side="right") - 1
+        bags = jax.ops.segment_sum(t[x], seg, num_segments=5)
+        return jnp.concatenate([bags, t[jnp.arange(5) % 3][:, :3].repeat(8, 1)], axis=1)
+
+    call = call_of(model, table(50, 16), jnp.zeros(6, jnp.int32), ids((7,), 50))
+    wide = 2**31 - 24 if not far else 2**31
+    found = dataclasses.replace(
+        call, results=[(t, [n if n == 5 else wide for n in dims]) for t, dims in call.results]
+    )
+    tiles = np.concatenate([launch["tiles"] for launch in found.plan()])
+    aligned = [bool(t["aligned"]) for t in tiles if call.classes[t["cls"]][1] == JAGGED]
+    assert aligned and aligned == [not far] * len(aligned)
 
 
 def test_jagged_tiles_shrink():

@@ -340,3 +340,19 @@ def test_helpers_that_look_out_for_the_next_batch(params: Any) -> None:
         same(serve(fill(serve.input_views(batches[k % 3]), batches[k % 3])), wants[k % 3])
     with pytest.raises(recom_jax.OptionError, match="spin_us"):
         recom_jax.Options(spin_us=-1)
+
+
+@pytest.mark.parametrize("rows", [ROWS, 130_000])  # 0.7 MB, for a helper; 4.7 MB, for the caller
+def test_a_lease_is_copied_at_once(rows: int, serve: Any, params: Any) -> None:
+    batches = [{k: np.roll(v, n, 0) for k, v in make_batch(rows).items()} for n in range(4)]
+    serve(batches[0])
+    for batch in (*batches, *batches):
+        same(serve(fill(serve.input_views(batch), batch)), PLAIN(params, batch))
+    (plan,) = serve._core.by_types.values()
+    slot = serve._acquire(plan)
+    token = stage.target_of((None, False)).token(slot)
+    issued = slot.upload(token.address, 0)
+    assert (issued is None) == (rows != ROWS)
+    if issued is not None:
+        issued.join()
+    assert np.asarray(token.array).tobytes() == slot.array().tobytes()

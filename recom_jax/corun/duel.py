@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from recom_jax.cache import Cache, key_of
 from recom_jax.corun import runtime as rt
@@ -17,12 +17,10 @@ from recom_jax.corun.fuse import whole
 from recom_jax.corun.kernels import PrepKernels
 from recom_jax.corun.options import Options
 from recom_jax.corun.plan import AFTER, Kernel, Plan
-from recom_jax.corun.probe_stream import Beside, Probed, mean
-from recom_jax.corun.stream import Times
+from recom_jax.corun.probe_stream import Beside, Probed, Run, mean
 from recom_jax.corun.units import schedule_of
 
 ROUNDS = 3
-Run = Callable[[Callable[[PrepKernels], rt.Schedule]], Times]
 
 
 def rivals(plan: Plan, probed: Probed, options: Options) -> list[Plan]:

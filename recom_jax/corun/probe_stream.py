@@ -34,8 +34,11 @@ from recom_jax.options import Options as CompilerOptions
 from recom_jax.trace import flatten
 
 BESIDE = (0.5, 0.25, 0.125, 0.0625)
+SETTLING = 6  # runs
 STEPS = 60  # of a run; the ring of samples drops the last ones
 WARM = 10
+
+Run = Callable[[Callable[[PrepKernels], rt.Schedule]], Times]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +182,49 @@ def left_free(stage: Stage, k: int, found: Sequence[Beside], whole_us: float) ->
     )
 
 
+def stages_of(bare: Times, names: Sequence[str]) -> list[Stage]:
+    """How long the step's stages take, with nothing known of what they leave free."""
+    ends = [median(values) for _, values in bare.stages]
+    step_us = max([median(bare.steps), *(e for e in ends if not math.isnan(e))])
+    stages, before = [], 0.0
+    for name, end in zip((*names, REST), (*ends, step_us), strict=True):
+        end = before if math.isnan(end) else max(before, end)
+        stages.append(Stage(name, end - before, 0.0, 0.0))
+        before = end
+    return stages
+
+
+def beside_stages(run: Run, names: Sequence[str]) -> tuple[Times, tuple[Beside, ...]]:
+    """A run with nothing beside the step, and what everything beside each stage, with each share, costs it.
+
+    A device may be faster at first: by 3%, for half a second on an H200. So some runs are not looked at, and the others
+    are held against the runs with nothing beside the step in front of and behind each stage's.
+    """
+
+    def bare() -> Times:
+        return run(
+            lambda k: dataclasses.replace(rt.whole(k, rt.ONCE), stages=tuple(names), timed=True)
+        )
+
+    for _ in range(SETTLING):
+        bare()
+    around, found = [bare()], []
+    for k in range(len(names) + 1):
+        seen = []
+        for share in BESIDE:
+            schedule = functools.partial(_in_stage, stage=k, share=share, names=tuple(names))
+            seen.append((share, run(schedule)))
+        around.append(bare())
+        period_us = statistics.fmean(mean(t.periods) for t in around[-2:])
+        for share, t in seen:
+            took_us = mean(t.kernels[0][1])
+            if took_us > 0:
+                found.append(Beside(k, share, took_us, mean(t.periods) - period_us))
+    return around[-1], tuple(found)
+
+
 def probe(
-    run: Callable[[Callable[[PrepKernels], rt.Schedule]], Times],
+    run: Run,
     names: Sequence[str],
     processors: int,
     cache: Cache | None = None,
@@ -216,38 +260,17 @@ def probe(
         for k, (units, share) in enumerate(parts)
     )
     whole_us = took[f"share {SHARES[0]}"]
-    bare = run(lambda k: dataclasses.replace(rt.whole(k, rt.ONCE), stages=tuple(names), timed=True))
-    ends = [median(values) for _, values in bare.stages]
-    step_us = max([median(bare.steps), *(e for e in ends if not math.isnan(e))])
-    stages, before = [], 0.0
-    for k, name in enumerate((*names, REST)):
-        end = (
-            step_us
-            if k == len(names)
-            else (before if math.isnan(ends[k]) else max(before, ends[k]))
-        )
-        stages.append(Stage(name, end - before, 0.0, 0.0))
-        before = end
-    seen: list[tuple[int, float, Times]] = []
-    for k in range(len(stages)):
-        for share in BESIDE:
-            schedule = functools.partial(_in_stage, stage=k, share=share, names=tuple(names))
-            seen.append((k, share, run(schedule)))
-    period_us = mean(bare.periods)
-    found = [
-        Beside(k, share, took_us, mean(t.periods) - period_us)
-        for k, share, t in seen
-        if (took_us := mean(t.kernels[0][1])) > 0
-    ]
+    bare, found = beside_stages(run, names)
+    stages = stages_of(bare, names)
     made = Probed(
         tuple(left_free(s, k, found, whole_us) for k, s in enumerate(stages)),
         device,
         classes,
         held_out,
-        tuple(found),
+        found,
         whole_us,
-        step_us,
-        period_us,
+        sum(s.duration_us for s in stages),
+        mean(bare.periods),
     )
     if cache is not None:
         cache.put("probe", key, made.to_json())
@@ -281,7 +304,7 @@ class Prober:
         closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
         self.names = [part.name for part in cut(closed) if part.name != REST]
         donated = donated_inputs(step, state, batch)
-        own = key_of("probe 7", kernels.source, kernels.words)
+        own = key_of("probe 8", kernels.source, kernels.words)
         self.key = key_of_step(closed, donated, 0) + own
         self.cache = Cache.of(CompilerOptions())
         self.values, self._like = values, state

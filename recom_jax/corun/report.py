@@ -32,6 +32,8 @@ class Report:
       steps: how many steps the medians are of (the first, which compiles, is left out).
       step_s: wall time of a step, from asking for its batch to its results (or its dispatch, see
         `Options.steps_in_flight`).
+      period_s: from one step to the next, on average, without the slowest twentieth. Where batches come late now and
+        then, medians don't show it.
       wait_s: the part of it that the step waited for its batch; 0 if preprocessing is hidden.
       prep_s, ingest_s: preprocessing of one batch, and making columns of it, on their own thread.
       baselines: name -> seconds of a step: what `corun.measure` found, in interleaved runs.
@@ -54,6 +56,7 @@ class Report:
     late: tuple[int, int] = (0, 0)
     host_bytes: int = 0
     device_bytes: int = 0
+    period_s: float | None = None
 
     @classmethod
     def of(
@@ -73,9 +76,10 @@ class Report:
         names = (*STREAM_MODES, *(m for m in baselines if m not in STREAM_MODES))
         known = tuple((m, statistics.median(baselines[m])) for m in names if baselines.get(m))
         counted = counters or {}
+        whole = [s.wait_s + s.step_s for s in warm]
         return cls(
             len(warm),
-            median([s.wait_s + s.step_s for s in warm]),
+            median(whole),
             median([s.wait_s for s in warm]),
             median([s.prep_s for s in warm]),
             median([s.ingest_s for s in warm]),
@@ -86,12 +90,13 @@ class Report:
             (counted.get("late", 0), counted.get("launched", 0)),
             counted.get("host_bytes", 0),
             counted.get("device_bytes", 0),
+            statistics.fmean(sorted(whole)[: len(whole) - len(whole) // 20]) if whole else None,
         )
 
     @property
     def prediction_error(self) -> float | None:
         """(predicted - measured) / measured of a co-run step, or None."""
-        measured = dict(self.baselines).get(CORUN, self.step_s)
+        measured = dict(self.baselines).get(CORUN, self.period_s)
         if self.predicted_s is None or not measured:
             return None
         return (self.predicted_s - measured) / measured
@@ -109,6 +114,7 @@ class Report:
         for name, value in (
             ("step", self.step_s),
             ("  waited for its batch", self.wait_s),
+            ("from step to step, mean", self.period_s),
             ("preprocessing beside it", self.prep_s),
             ("making columns beside it", self.ingest_s),
         ):

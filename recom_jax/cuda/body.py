@@ -199,7 +199,7 @@ class Body(Regions):
         if self.turns:
             lines[1:] = [
                 "  for (Turn turn(t, me.step); turn.at < bags; turn.end()) {",
-                "    turn.draw();",
+                "    turn.draw(me.thread);",
                 "    const bool on = turn.at + me.first < bags;",
                 "    const i32 bag = on ? turn.at + me.first : bags - 1;",
             ]
@@ -242,6 +242,8 @@ class Body(Regions):
         else:
             data = self.buffer(buffer)
         at = self.dot(None if i is self.out else offset, outer, self.bag_axes)
+        if i is self.out and self.turns and len(outer) == 1 and at != "bag":
+            at = f"row_offset<kStaged>(bag, {self.slot(outer[0])})"
         self.late = False
         if not self.is_row(src):
             self.put(f"if (has && me.lane == 0 && me.slice == 0) store({data} + {at}, r{src});")

@@ -93,7 +93,7 @@ class Pools(Text):
             join = f"join_slices<{KINDS[kind]}>(r{dst}, {lanes});"
             usual = self.variant is Variant.USUAL
             if usual and self.is_row(dst) and b not in counts and self.u.width is not None:
-                join = f"join_rows<{KINDS[kind]}, kLanes>(r{dst}, kSlices);"
+                join = f"join_rows<{KINDS[kind]}, kLanes>(r{dst}, kSlices, me.thread);"
             if self.jagged and usual:
                 # A warp whose bags are all empty has nothing to join.
                 init = self.imm(self.cls.regs[dst].dtype, b.args[9 if b.op == "POOL" else 3])

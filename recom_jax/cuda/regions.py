@@ -240,6 +240,12 @@ class Regions(Pools):
             self.put("const Range span{0, total};")
             return
         span = self.range_of(i, "bag")
+        if any(region is i for region, _ in self.staged):
+            span = "span_of(bag)"
+            self.put("const auto span_of = [&](i32 at) -> Range {")
+            self.put(f"  if constexpr (kStaged) return limits_{i.args[1]}.of(at);")
+            self.put(f"  else return {self.range_of(i, 'at')};")
+            self.put("};")
         if self.variant is Variant.LONG:
             span = f"parts.of({span})"
         elif self.schedule.long:  # rows without vectors are rare, and have no code for long bags
@@ -271,8 +277,18 @@ class Regions(Pools):
             for b in loads:
                 kinds.append((f"Staged<{TYPES[self.u.dtypes[b.args[1]]]}, {first}, {each}>", b))
                 first += each
-            fits = " && ".join(f"{kind}::fits(tile_{seg})" for kind, _ in kinds)
+            limits = ", t.bags"  # they lie behind the last array's part
+            fits = " && ".join(
+                f"{kind}::fits(tile_{seg}{limits if b is loads[-1] else ', 0'})"
+                for kind, b in kinds
+            )
             self.put(f"if (kStaged && !({fits})) return class_{self.number}<kVec, false>(p, t);")
+            # First: the compiler then keeps fewer numbers while bags are summed up.
+            self.put(f"Limits<{first - each}, {each}> limits_{seg}(t, tile_{seg});")
+            self.put(f"if (kStaged) limits_{seg}.find(t, tile_{seg}, [&](i32 at) -> Range {{")
+            self.put(f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});")
+            self.put(f"  return {self.range_of(i, 'at')};")
+            self.put("});")
             for kind, b in kinds:
                 _, buffer, offset, *_ = b.args
                 at = "" if self.u.constants.get(offset) == 0 else f" + {self.slot(offset)}"

@@ -154,6 +154,18 @@ RECOM_FN E* kept(E* at) {
 #endif
   return at;
 }
+RECOM_FN int kept_number(int x) {
+#ifdef __CUDA_ARCH__
+  asm("" : "+r"(x));
+#endif
+  return x;
+}
+// Where a bag's row begins in the result. kNear: the plan has seen that 32 bits hold the stride.
+template <bool kNear>
+RECOM_FN i64 row_offset(i32 bag, i64 stride) {
+  if constexpr (kNear) return static_cast<i64>(bag) * static_cast<i32>(stride);
+  return i64{bag} * stride;
+}
 // A lane's share of a row that exists, as T; `mine` is its share of row 0. In bytes, and multiplied at once: one
 // instruction makes the address. kLine: a miss brings its line's other rows as well.
 template <class T, int N, bool kLine, class E, class I, class S>
@@ -246,10 +258,10 @@ RECOM_FN void join_slices(Row<T, N>& acc, int lanes, int slices) {
 // The same with half the shuffles, for many slices: one slice of a pair joins the first half of both rows, the other one
 // the second, and at last they tell each other. Every element is joined in the order that it would be without.
 template <int kKind, class T, int N>
-RECOM_FN void join_halves(Row<T, N>& acc, int lanes, int slices) {
+RECOM_FN void join_halves(Row<T, N>& acc, int lanes, int slices, int thread) {
   constexpr int kHalf = N / 2;
   if constexpr (N == 2 * kHalf) {
-    const bool second = (static_cast<int>(threadIdx.x) & lanes) != 0;
+    const bool second = (thread & lanes) != 0;
     Row<T, kHalf> mine, other;
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
@@ -257,7 +269,7 @@ RECOM_FN void join_halves(Row<T, N>& acc, int lanes, int slices) {
       other.v[i] = shuffle_xor(second ? acc.v[i] : acc.v[kHalf + i], lanes);
     }
     mine = combine<kKind>(mine, other);
-    join_halves<kKind>(mine, lanes * 2, slices / 2);
+    join_halves<kKind>(mine, lanes * 2, slices / 2, thread);
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
       const T theirs = shuffle_xor(mine.v[i], lanes);
@@ -269,9 +281,9 @@ RECOM_FN void join_halves(Row<T, N>& acc, int lanes, int slices) {
   }
 }
 template <int kKind, int kLanes, class T, int N>
-RECOM_FN void join_rows(Row<T, N>& acc, int slices) {
+RECOM_FN void join_rows(Row<T, N>& acc, int slices, int thread) {
   if constexpr (kLanes <= 2 && N % 2 == 0 && N <= 4) {
-    if (slices > 4) return join_halves<kKind>(acc, kLanes, slices);
+    if (slices > 4) return join_halves<kKind>(acc, kLanes, slices, thread);
   }
   join_slices<kKind>(acc, kLanes, slices);
 }

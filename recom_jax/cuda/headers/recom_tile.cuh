@@ -56,12 +56,13 @@ RECOM_FN Tile tile_of(const Params& p) {
 struct Worker {
   const i64* words;  // the column's
   int lane, slice, first, step;
+  int thread;  // of the block, or of the warp
 
   RECOM_FN explicit Worker(const i64* words) : words(words) {}
   RECOM_FN Worker(const Params& p, const Tile& t, int lanes, int stride) {
     const int per_bag = lanes * t.slices, per_row = per_bag * t.columns;
     step = kThreads / per_row;
-    const int at = static_cast<int>(threadIdx.x);
+    const int at = thread = static_cast<int>(threadIdx.x);
     first = at < step * per_row ? at / per_row : 1 << 30;  // no tile has so many bags
     const int in_row = at % per_row;
     words = p.words + t.words + static_cast<i64>(in_row / per_bag) * stride;
@@ -139,15 +140,27 @@ RECOM_FN T load_shared(u32 at) {
 #endif
 }
 
+RECOM_FN void store_shared(u32 at, u32 x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+#else
+  *reinterpret_cast<u32*>(stage_memory() + at) = x;
+#endif
+}
+
 // Where element `begin` of an array lies, whose part a tile reads: in bytes [kFrom, kFrom + kBytes) of the stage.
 template <class T, int kFrom, int kBytes>
 struct Staged {
-  static_assert(kFrom + kBytes <= kStageBytes, "the stage is larger than its memory");
+  static_assert(kFrom + kBytes <= kStageBytes && kStageBytes <= 1 << 16, "the stage is larger than its memory");
   static constexpr u32 kMost = kBytes / sizeof(T);
   i32 begin;
   u32 memory;
 
-  RECOM_FN static bool fits(const Range& part) { return part.end - part.begin <= static_cast<i32>(kMost); }
+  // `limits`: how many bags' limits lie behind it.
+  RECOM_FN static bool fits(const Range& part, i32 limits) {
+    const i32 n = part.end > part.begin ? part.end - part.begin : 0;
+    return n <= static_cast<i32>(kMost) && n * static_cast<i32>(sizeof(T)) <= kBytes - 4 * limits;
+  }
   RECOM_FN explicit Staged(const Range& part) : begin(part.begin), memory(shared_address(stage_memory() + kFrom)) {}
   RECOM_FN void copy(const T* array, const Range& part) const {
     for (i32 k = static_cast<i32>(threadIdx.x); k < part.end - begin; k += kThreads) {
@@ -161,16 +174,46 @@ struct Staged {
   }
 };
 
+// Where the bags of a tile begin and end, counted from the tile's first position: threads of the block find those of some bags
+// each, before the first is summed up. In two bytes each, at the end of bytes [kFrom, kFrom + kBytes) of the stage.
+template <int kFrom, int kBytes>
+struct Limits {
+  i32 begin;    // the tile's first position
+  u32 of_zero;  // where bag 0 would be
+
+  RECOM_FN Limits(const Tile& t, const Range& part)
+      : begin(part.begin),
+        of_zero(shared_address(stage_memory() + kFrom + kBytes) - static_cast<u32>(t.bag0 + t.bags) * 4) {}
+  // f(bag): a bag's positions. Where bags turn out not to lie side by side the numbers mean nothing, but stay inside.
+  template <class F>
+  RECOM_FN void find(const Tile& t, const Range& part, const F& f) const {
+    const i32 most = part.end > begin ? part.end - begin : 0;
+    for (i32 k = static_cast<i32>(threadIdx.x); k < t.bags; k += kThreads) {
+      const i32 bag = static_cast<i32>(t.bag0) + k;
+      const Range r = f(bag);
+      const i32 first = r.begin - begin, last = r.end - begin;
+      store_shared(of_zero + static_cast<u32>(bag) * 4, static_cast<u32>(first < 0 ? 0 : first < most ? first : most) |
+                                                         static_cast<u32>(last < 0 ? 0 : last < most ? last : most) << 16);
+    }
+  }
+  RECOM_FN Range of(i32 bag) const {
+    const u32 both = load_shared<u32>(of_zero + static_cast<u32>(bag) * 4);
+    return Range{begin + static_cast<i32>(both & 0xffff), begin + static_cast<i32>(both >> 16)};
+  }
+};
+
 // ---- who does what ----
 
 // The same where every warp goes its own way: `step` bags of a warp at once, `first` of them this thread's.
 struct WarpWorker : Worker {
   RECOM_FN WarpWorker(const Params& p, const Tile& t, int lanes, int slices) : Worker(p.words + t.words) {
-    const int per_bag = lanes * slices, at = static_cast<int>(threadIdx.x % 32);  // powers of two, 32 at most
-    step = 32 / per_bag;
-    first = at / per_bag;
-    slice = at % per_bag / lanes;
-    lane = at % lanes;
+    // Kept, or the compiler asks which thread this is again and again. Lanes and slices are powers of two.
+    thread = kept_number(static_cast<int>(threadIdx.x % 32));
+    const int per_bag = lanes * slices, shift = 31 - __clz(per_bag);
+    step = 32 >> shift;
+    first = thread >> shift;
+    slice = (thread & (per_bag - 1)) >> (31 - __clz(lanes));
+    lane = thread & (lanes - 1);
   }
 };
 
@@ -253,9 +296,9 @@ struct Turn {
     __syncthreads();
     at = begin_ + static_cast<i32>(threadIdx.x / 32) * step_;
   }
-  // Asks for the next bags: the answer is on its way while these are summed up.
-  RECOM_FN void draw() {
-    if (threadIdx.x % 32 == 0) drawn_ = count_shared(next_);
+  // Asks for the next bags: the answer is on its way while these are summed up. `thread`: of the warp.
+  RECOM_FN void draw(int thread) {
+    if (thread == 0) drawn_ = count_shared(next_);
   }
   RECOM_FN void end() { at = begin_ + __shfl_sync(0xffffffffu, drawn_, 0) * step_; }
 
@@ -273,9 +316,10 @@ RECOM_FN constexpr int own_numbers(int share, int flight) { return flight > shar
 template <int kShare>
 struct Team {
   int size, rank;  // rank: which of `size` positions in a row is this thread's
+  int thread;      // the worker's
 
   RECOM_FN Team(const Worker& me, int slices)
-      : size(kShare * slices), rank((kShare == 1 ? 0 : me.lane) * slices + me.slice) {}
+      : thread(me.thread), size(kShare * slices), rank((kShare == 1 ? 0 : me.lane) * slices + me.slice) {}
   // Positions that the warp's bags have at most, so that all of it goes round together. Shuffles of a part of a warp,
   // told by a mask that only the run knows, cost a search for the other members each time.
   RECOM_FN i32 most(i32 positions) const {
@@ -287,7 +331,7 @@ struct Team {
   RECOM_FN void share_pair(T mine, T& first, T& second) const {
     static_assert(kShare == 2, "two lanes know a position each");
     const T theirs = shuffle_xor(mine, 1);
-    const bool odd = (threadIdx.x & 1) != 0;
+    const bool odd = (thread & 1) != 0;
     first = odd ? theirs : mine;
     second = odd ? mine : theirs;
   }

@@ -230,12 +230,17 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
     const Range begin = range_in(seg_0, total, t.bag0);
     return Range{begin.begin, range_in(seg_0, total, t.bag0 + t.bags - 1).end};
   }();
-  if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_0))) return class_0<kVec, false>(p, t);
+  if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_0, t.bags))) return class_0<kVec, false>(p, t);
+  Limits<0, 16384> limits_0(t, tile_0);
+  if (kStaged) limits_0.find(t, tile_0, [&](i32 at) -> Range {
+    const i32 total = static_cast<i32>(s2);
+    return range_in(seg_0, total, at);
+  });
   Staged<i32, 0, 16384> staged_2(tile_0);
   if (kStaged) staged_2.copy(b7, tile_0);
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
   for (Turn turn(t, me.step); turn.at < bags; turn.end()) {
-    turn.draw();
+    turn.draw(me.thread);
     const bool on = turn.at + me.first < bags;
     const i32 bag = on ? turn.at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
@@ -246,7 +251,11 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank);
       {
         const i32 total = static_cast<i32>(s2);
-        const Range span = kVec == 4 ? unless_long(range_in(seg_0, total, bag)) : range_in(seg_0, total, bag);
+        const auto span_of = [&](i32 at) -> Range {
+          if constexpr (kStaged) return limits_0.of(at);
+          else return range_in(seg_0, total, at);
+        };
+        const Range span = kVec == 4 ? unless_long(span_of(bag)) : span_of(bag);
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
         const i32 end = span.end;
         struct Read { i32 r2; };
@@ -303,13 +312,13 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        if (kShare == 1 || most > 0) join_rows<kSum, kLanes>(r1, kSlices); else r1 = spread<kVec>(immediate<f32>(0));
+        if (kShare == 1 || most > 0) join_rows<kSum, kLanes>(r1, kSlices, me.thread); else r1 = spread<kVec>(immediate<f32>(0));
         if (kShare == 1 || most > 0) join_slices<kSum>(r9, kLanes / kShare, team.size); else r9 = immediate<f32>(0);
       }
       const f32 r11 = immediate<f32>(1065353216);
       const f32 r12 = x_max(r9, r11);
       const Row<f32, kVec> r13 = x_div(r1, r12);
-      if (has && me.slice == 0) store(out + i64{bag} * 8 + f, r13);
+      if (has && me.slice == 0) store(out + row_offset<kStaged>(bag, 8) + f, r13);
     }
   }
   if (!block_ascends(seg_0, s2)) return no_long_bags(), class_0_any(p);

@@ -80,7 +80,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        join_rows<kMax, kLanes>(r0, kSlices);
+        join_rows<kMax, kLanes>(r0, kSlices, me.thread);
       }
       if (has && me.slice == 0) store(out + i64{bag} * 24 + f, r0);
     }
@@ -164,7 +164,7 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
             }
           }
         }
-        join_rows<kMin, kLanes>(r0, kSlices);
+        join_rows<kMin, kLanes>(r0, kSlices, me.thread);
       }
       if (has && me.slice == 0) store(out + i64{bag} * 24 + f, r0);
     }

@@ -85,7 +85,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        join_rows<kSum, kLanes>(r0, kSlices);
+        join_rows<kSum, kLanes>(r0, kSlices, me.thread);
         join_slices<kSum>(r8, kLanes / kShare, team.size);
       }
       const i32 r10 = immediate<i32>(1);

@@ -116,12 +116,17 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
     const Range begin = split_range(splits_3, s7, total, t.bag0);
     return Range{begin.begin, split_range(splits_3, s7, total, t.bag0 + t.bags - 1).end};
   }();
-  if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_3))) return class_0<kVec, false>(p, t);
+  if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_3, t.bags))) return class_0<kVec, false>(p, t);
+  Limits<0, 16384> limits_3(t, tile_3);
+  if (kStaged) limits_3.find(t, tile_3, [&](i32 at) -> Range {
+    const i32 total = static_cast<i32>(s2);
+    return split_range(splits_3, s7, total, at);
+  });
   Staged<i32, 0, 16384> staged_5(tile_3);
   if (kStaged) staged_5.copy(b10, tile_3);
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
   for (Turn turn(t, me.step); turn.at < bags; turn.end()) {
-    turn.draw();
+    turn.draw(me.thread);
     const bool on = turn.at + me.first < bags;
     const i32 bag = on ? turn.at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 40; chunk += kLanes * kVec) {
@@ -131,7 +136,11 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       Row<f32, kVec> r4 = spread<kVec>(start_of<kMax>(immediate<f32>(static_cast<i64>(4286578688ull)), me.slice));
       {
         const i32 total = static_cast<i32>(s2);
-        const Range span = split_range(splits_3, s7, total, bag);
+        const auto span_of = [&](i32 at) -> Range {
+          if constexpr (kStaged) return limits_3.of(at);
+          else return split_range(splits_3, s7, total, at);
+        };
+        const Range span = span_of(bag);
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
         const i32 end = span.end;
         struct Read { i32 r5; };
@@ -184,9 +193,9 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        if (kShare == 1 || most > 0) join_rows<kMax, kLanes>(r4, kSlices); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
+        if (kShare == 1 || most > 0) join_rows<kMax, kLanes>(r4, kSlices, me.thread); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
       }
-      if (has && me.slice == 0) store(out + i64{bag} * 40 + f, r4);
+      if (has && me.slice == 0) store(out + row_offset<kStaged>(bag, 40) + f, r4);
     }
   }
   if (!block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7)) return class_0_any(p);

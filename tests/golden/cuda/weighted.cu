@@ -90,7 +90,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             }
           }
         }
-        join_rows<kSum, kLanes>(r0, kSlices);
+        join_rows<kSum, kLanes>(r0, kSlices, me.thread);
         join_slices<kSum>(r7, kLanes / kShare, team.size);
       }
       const i32 r9 = immediate<i32>(1);
