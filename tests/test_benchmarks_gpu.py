@@ -149,6 +149,22 @@ def test_a_peer_that_computes_something_else_fails() -> None:
         torch_peers.same("g", "torch", ours + 1, ours)
 
 
+def test_throughput_counts_every_thread_and_hides_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_end_to_end, "SECONDS", 0.0)
+    seen: list[int] = []
+    rate, slow = gpu_end_to_end.throughput(seen.append, [0, 1, 2], 5)
+    assert sorted(seen) == [0, 0, 1, 1, 2] and rate > 0 and slow > 0
+
+    def odd(k: int) -> None:
+        if k == 2:
+            raise ValueError("a batch that cannot be served")
+
+    with pytest.raises(ValueError, match="cannot be served"):
+        gpu_end_to_end.throughput(odd, [0, 1, 2], 3)
+
+
 def test_torchs_hash_is_the_models() -> None:
     x = np.random.default_rng(0).integers(0, 1_000_000, 1000, dtype=np.int32)
     for rows in (1, 7, 100):
