@@ -164,7 +164,11 @@ def _works() -> Iterator[Finding]:
     right = bool((np.asarray(f(table, ids)) == np.asarray(jax.jit(fn)(table, ids))).all())
     report = f.explain(table, ids)
     fused = report.num_fused == report.num_columns
-    if right and fused:
+    plain = next((why for _, why in report.unfused_on_cuda), "")
+    if right and fused and plain:
+        why = plain.removeprefix("recom_jax: ")
+        yield Finding("a small model", f"runs as plain JAX on the GPU: {why}", BAD, "as it says")
+    elif right and fused:
         yield Finding("a small model", "runs fused, result as plain JAX's")
     else:
         yield Finding("a small model", "wrong result" if not right else "is not fused", BAD,
@@ -173,6 +177,7 @@ def _works() -> Iterator[Finding]:
 
 def _driver() -> Iterator[Finding]:
     from recom_jax import ffi
+    from recom_jax.cuda.kernel import OLDEST_DRIVER
 
     look = getattr(ffi.extension(), "cuda_info", None)
     if look is None:
@@ -191,6 +196,14 @@ def _driver() -> Iterator[Finding]:
         f"{d['name']} (sm_{d['capability'][0]}{d['capability'][1]})" for d in info["devices"]
     )
     major, minor = info["driver"]
+    if (major, minor) < OLDEST_DRIVER:
+        yield Finding(
+            "CUDA driver",
+            f"for CUDA {major}.{minor}: {devices or 'no device'}",
+            BAD if devices else NOTE,
+            "fused kernels need a driver for CUDA {}.{} or newer".format(*OLDEST_DRIVER),
+        )
+        return
     yield Finding(
         "CUDA driver",
         f"for CUDA {major}.{minor}: {devices or 'no device'}",

@@ -146,17 +146,22 @@ class Report:
         return page
 
     def cuda_source(self) -> str:
-        """The kernels as the CUDA target would write them; "" where it cannot express them. Needs no GPU."""
+        """The kernels as the CUDA target would write them; "" where it cannot express them. Needs no GPU.
+
+        Comments say which arguments each class of code reads, and the values of floating-point constants.
+        """
         try:
             from recom_jax.cuda.codegen import DEFAULT, Unsupported, generate
             from recom_jax.cuda.kernel import scheduled_as
+            from recom_jax.cuda.notes import annotated
         except ImportError:
             return ""
         schedule = scheduled_as(self.calls[0][0].options) if self.calls else DEFAULT
         texts = []
-        for p in self.programs:
+        for k, p in enumerate(self.programs):
+            names = self.calls[k][1] if k < len(self.calls) else ()
             try:
-                texts.append(generate(p, schedule).source)
+                texts.append(annotated(generate(p, schedule).source, p, names))
             except Unsupported as why:
                 texts.append(f"// not expressible: {why}\n")
         return "\n".join(texts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import signal
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +25,8 @@ from benchmarks.context import Context, Settings
 from benchmarks.pieces import Beside
 from benchmarks.record import Result
 from benchmarks.timing import Plan
-from examples.recom_models import int_hash
+from examples.recflex import recflex
+from examples.recom_models import int_hash, model_e, model_f
 from recom_jax import _recom
 from recom_jax.cuda import kernel, nvrtc, tune
 from recom_jax.errors import CudaError
@@ -147,6 +151,78 @@ def test_a_peer_that_computes_something_else_fails() -> None:
     torch_peers.same("g", "torch", ours + 1e-6, ours)
     with pytest.raises(RuntimeError, match="g: torch computes something else"):
         torch_peers.same("g", "torch", ours + 1, ours)
+
+
+def test_throughput_counts_every_thread_and_hides_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_end_to_end, "SECONDS", 0.0)
+    seen: list[int] = []
+    rate, slow = gpu_end_to_end.throughput(seen.append, [0, 1, 2], 5)
+    assert sorted(seen) == [0, 0, 1, 1, 2] and rate > 0 and slow > 0
+
+    def odd(k: int) -> None:
+        if k == 2:
+            raise ValueError("a batch that cannot be served")
+
+    with pytest.raises(ValueError, match="cannot be served"):
+        gpu_end_to_end.throughput(odd, [0, 1, 2], 3)
+
+
+class Tensor(np.ndarray):
+    """As much of torch's as the peers use."""
+
+    def long(self) -> Any:
+        return self.astype(np.int64).view(Tensor)
+
+    def float(self) -> Any:
+        return self.astype(np.float32).view(Tensor)
+
+
+def bag(ids: Any, table: Any, offsets: Any = None, *, mode: str, per_sample_weights: Any = None,
+        include_last_offset: bool = False) -> Any:  # fmt: skip
+    assert mode == "sum"
+    if offsets is None:
+        assert ids.ndim == 2 and per_sample_weights.shape == ids.shape
+        return (table[ids] * per_sample_weights[..., None]).sum(1)
+    assert include_last_offset and ids.ndim == 1
+    return np.stack([table[ids[a:b]].sum(0) for a, b in itertools.pairwise(offsets)])
+
+
+def bucketize(x: Any, limits: Any, *, out_int32: bool, right: bool) -> Any:
+    assert out_int32 and right  # limits[i - 1] <= x < limits[i]
+    return np.digitize(x, limits).astype(np.int32)
+
+
+TORCH = types.SimpleNamespace(
+    from_numpy=lambda x: x.view(Tensor),
+    cuda=types.SimpleNamespace(is_available=lambda: False),
+    nn=types.SimpleNamespace(
+        functional=types.SimpleNamespace(embedding=lambda ids, t: t[ids], embedding_bag=bag)
+    ),
+    bucketize=bucketize,
+    where=np.where,
+    cat=np.concatenate,
+    no_grad=contextlib.nullcontext,
+)
+
+
+@pytest.mark.parametrize("make", [model_e, model_f])
+def test_torchs_columns_are_the_models(make: Any) -> None:
+    model = make(64, 0.02)
+    params, batch = model.init(0), model.batch(9, 0)
+    got = torch_peers.recom_columns(TORCH, model, params, batch)()
+    torch_peers.same("g", "torch", np.asarray(got), np.asarray(model.columns(params, batch)))
+
+
+@pytest.mark.parametrize("name", ["A", "D", "mlperf"])
+def test_torchs_bags_are_the_models(name: str) -> None:
+    model = recflex(name, scale=0.02, max_rows=300, expand="searchsorted")
+    params, batch = model.init(0), model.batch(7, 0)
+    tables = {f.name: torch_peers.there(TORCH, params["tables"][f.name]) for f in model.features}
+    inputs = {k: torch_peers.there(TORCH, v) for k, v in batch.items()}
+    got = gpu_recflex.torch_bags(TORCH, model, tables, inputs)
+    torch_peers.same("g", "torch", np.asarray(got), np.asarray(model.columns(params, batch)))
 
 
 def test_torchs_hash_is_the_models() -> None:

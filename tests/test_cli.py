@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from recom_jax import argspec, cli, doctor
+from recom_jax import _recom, argspec, cli, doctor, explain
 from recom_jax.argspec import SpecError, parse
 
 pytestmark = pytest.mark.once
@@ -236,6 +236,31 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Pat
     assert f.state == "note" and "other users may write" in f.found
     f = findings(monkeypatch, RECOM_CACHE_BYTES="lots")["cache folder"]
     assert f.state == "problem" and "RECOM_CACHE_BYTES" in f.found
+
+
+def test_a_gpu_whose_columns_run_as_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a GPU and no compiler: the answer is right, and the doctor is not content."""
+    monkeypatch.setattr(explain, "unfused_on_cuda", lambda _: "recom_jax: no compiler here")
+    found = findings(monkeypatch)["a small model"]
+    assert found.state == "problem"
+    assert found.found == "runs as plain JAX on the GPU: no compiler here"
+    assert doctor.main() == 1
+
+
+@pytest.mark.parametrize(
+    ("driver", "devices", "state"),
+    [((11, 8), 1, "problem"), ((11, 8), 0, "note"), ((12, 1), 1, "ok"), ((13, 0), 0, "note")],
+)
+def test_the_driver(
+    monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int], devices: int, state: str
+) -> None:
+    one = {"name": "H200", "capability": (9, 0), "sms": 132}
+    info = {"driver": driver, "devices": [one] * devices, "error": ""}
+    monkeypatch.setattr(_recom, "cuda_info", lambda: info)
+    (found,) = doctor._driver()
+    assert found.state == state
+    assert ("12.1 or newer" in found.todo) == (driver < (12, 1))
+    assert ("H200 (sm_90)" in found.found) == bool(devices)
 
 
 def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,8 @@ def test_the_option_for_long_bags() -> None:
         options = Options(long_bags=chosen)
         want = generate(scheduled.program, Schedule(long=chosen)).source
         ours = recom_jax.optimize(fn, options=options)
-        assert ours.explain(*args).cuda_source() == want
+        shown = ours.explain(*args).cuda_source()
+        assert re.sub(r" /\*.*?\*/|// On .*\n", "", shown) == want
         results.append(np.asarray(ours(*args)))
         if not no_compiler():
             made = kernel.kernel_for(scheduled.program, encoded.digest, 4, options, portable=True)
@@ -243,6 +244,29 @@ def test_nothing_spills_where_two_blocks_fit(name: str, arch: str) -> None:
         pytest.skip(no_compiler())
     got = figures(name, arch, dataclasses.replace(DEFAULT, blocks=2))
     assert got["stack"] == got["spill_stores"] == got["spill_loads"] == 0, got
+
+
+def test_what_is_shown_says_which_columns_and_numbers() -> None:
+    def model(p: Any, b: Any) -> Any:
+        return jnp.concatenate(
+            [
+                *(p[n][b[n]] * 2 for n in ("u", "v", "w", "x")),
+                jnp.take(p["t"], jnp.digitize(b["y"], np.array([-1.5, 0.25])), axis=0),
+            ],
+            axis=1,
+        )
+
+    p = {n: jnp.ones((5, 8)) for n in "uvwx"} | {"t": jnp.ones((3, 4))}
+    b = {n: jnp.arange(3) for n in "uvwx"} | {"y": jnp.arange(3.0)}
+    report = recom_jax.optimize(model).explain(p, b)
+    text = report.cuda_source()
+    several = "(b['u'], p['u']), (b['v'], p['v']), (b['w'], p['w']), ...\n"
+    assert f"// On 4 sets of arguments: {several}" in text
+    assert "// On (b['y'], p['t'])\n" in text
+    for value in ("-1.5", "2"):
+        assert re.search(rf"immediate<f32>\([^/]*/\* {re.escape(value)} \*/\)", text), text
+    if not no_compiler():  # it is still the kernel's text
+        assert nvrtc.ptx(text, 32).text == nvrtc.ptx(generate(report.programs[0]).source, 32).text
 
 
 @pytest.mark.parametrize("file", GOLDENS)

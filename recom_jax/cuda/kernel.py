@@ -23,7 +23,7 @@ from recom_jax.program import Program
 BUCKETS = (32, 512, 4064)
 TABLE = 0
 # Parameters of more than 4 KiB, and the PTX for them.
-_OLDEST_DRIVER = (12, 1)
+OLDEST_DRIVER = (12, 1)
 _KEEP = 1024
 
 
@@ -109,10 +109,10 @@ def native_arch() -> str:
     info: dict[str, Any] = ffi.extension().cuda_info()
     if info["driver"] is None or not info["devices"]:
         return ""
-    if tuple(info["driver"]) < _OLDEST_DRIVER:
+    if tuple(info["driver"]) < OLDEST_DRIVER:
         raise CudaError(
             "recom_jax: the CUDA driver is of version {}.{}, fused kernels need {}.{} or newer".format(
-                *info["driver"], *_OLDEST_DRIVER
+                *info["driver"], *OLDEST_DRIVER
             )
         )
     if tuple(info["driver"]) >= nvrtc.version():
@@ -154,4 +154,13 @@ def _dump(kernel: Kernel, arch: str, options: Options) -> None:
     pipeline.dump(options, cuda=kernel.source, ptx=ptx, sass=taken, **code)
 
 
-__all__ = ["BUCKETS", "TABLE", "Kernel", "bucket", "kernel_for", "native_arch", "table_bytes"]
+__all__ = [
+    "BUCKETS",
+    "OLDEST_DRIVER",
+    "TABLE",
+    "Kernel",
+    "bucket",
+    "kernel_for",
+    "native_arch",
+    "table_bytes",
+]
