@@ -176,7 +176,7 @@ class Body(Regions):
 
     def check(self, ascends: str) -> None:
         """A block asks when it is through: sums hardly ever have to be made again, and no warp waits to begin."""
-        before = "no_long_bags(), " if self.takes_blocks else ""
+        before = "forget_long_bags(), " if self.takes_blocks else ""
         self.checks.append(f"  if (!{ascends}) return {before}class_{self.number}_any(p);")
 
     def width(self) -> str:

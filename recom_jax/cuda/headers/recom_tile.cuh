@@ -247,8 +247,13 @@ RECOM_FN Range unless_long(const Range& r) {
   *static_cast<volatile i32*>(met_long()) = 1;  // a plain store: nothing that a register would have to be kept for
   return Range{r.begin, r.begin};
 }
-// Before the first bag; and where bags turn out not to lie side by side, so that all are summed up another way.
+// Before the first bag.
 RECOM_FN void no_long_bags() { *static_cast<volatile i32*>(met_long()) = 0; }
+// Where bags turn out not to lie side by side, so that all are summed up another way: for the whole block, before anyone asks.
+RECOM_FN void forget_long_bags() {
+  no_long_bags();
+  __syncthreads();
+}
 // All warps are through with their bags: the caller has met them at a barrier. This one tells the compiler that all threads
 // go the same way: it would not believe that warps are together in the loop before, and synchronize them at each shuffle.
 RECOM_FN bool block_met_long() { return __syncthreads_or(*static_cast<volatile i32*>(met_long()) != 0) != 0; }

@@ -321,7 +321,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       if (has && me.slice == 0) store(out + row_offset<kStaged>(bag, 8) + f, r13);
     }
   }
-  if (!block_ascends(seg_0, s2)) return no_long_bags(), class_0_any(p);
+  if (!block_ascends(seg_0, s2)) return forget_long_bags(), class_0_any(p);
 }
 
 }  // namespace recom_cuda
