@@ -216,7 +216,7 @@ class Emitter(Lookups):
     def _combine(self, e: ir.Reduce | ir.SegReduce, body: ir.Expr, s: Space, bags: Space) -> int:
         row = self._row(body, s)
         dst = self.reg(bags, held(e.dtype), row)
-        pooled = self._pool(body, e.kind, s) if row else None
+        pooled = self._pool(body, e.kind, e.init, s) if row else None
         if pooled is not None:
             self._lookup(s, "POOL", dst, *pooled, kind=e.kind, init=e.init)
             return dst

@@ -111,13 +111,17 @@ class Lookups(Code, abc.ABC):
             )
 
     def _pool(
-        self, body: ir.Expr, kind: str, s: Space
+        self, body: ir.Expr, kind: str, init: Any, s: Space
     ) -> tuple[ir.Take, ir.Expr | None, ir.Expr | None] | None:
-        """`body` as a lookup, times at most one weight, under at most one mask; None otherwise."""
+        """`body` as a lookup, times at most one weight, under at most one mask; None otherwise.
+
+        Args:
+          init: what the bag starts with.
+        """
         mask = weight = None
-        if kind == "sum" and isinstance(body, ir.Op) and body.name == "select":
+        if isinstance(body, ir.Op) and body.name == "select":
             pred, on_false, on_true = body.args
-            if isinstance(on_false, ir.Const) and on_false.value == 0 and not self._row(pred, s):
+            if _adds_nothing(on_false, kind, init) and not self._row(pred, s):
                 mask, body = pred, on_true
         if kind == "sum" and isinstance(body, ir.Op) and body.name == "mul":
             for a, b in (body.args, body.args[::-1]):
@@ -137,6 +141,17 @@ class Lookups(Code, abc.ABC):
         ):
             return None
         return body, weight, mask
+
+
+def _adds_nothing(e: ir.Expr, kind: str, init: Any) -> bool:
+    """Whether a bag that starts with `init` is the same without a position whose value is `e`."""
+    if not isinstance(e, ir.Const):
+        return False
+    if kind == "sum":
+        return bool(e.value == 0)
+    if e.value == init == 0:  # one of them may be -0.0
+        return False
+    return bool(e.value <= init if kind == "max" else e.value >= init)
 
 
 __all__ = ["KINDS", "Lookups"]

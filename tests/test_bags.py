@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import EPS, Bag, assert_same, check, cpu_only, ids, run, table
+from helpers import EPS, VERIFY, Bag, assert_same, check, cpu_only, ids, run, table
+
+from recom_jax import pipeline
+from recom_jax.trace import trace
 
 ROWS, DIM, B, L = 13, 6, 7, 5
 
@@ -162,6 +165,54 @@ def test_max_and_min(name: str, nan: bool) -> None:
     t = t.at[3, 1].set(jnp.nan).at[4].set(-0.0).at[5].set(0.0) if nan else t
     i, m, _ = padded(odd=True)
     check(EXTREMES[name], t, i, m, columns=None, bound=0.0 if "large" not in name else 1e-3)
+
+
+IDENTITIES: dict[str, tuple[Any, bool]] = {
+    "max": (lambda t, i, m: jnp.where(m[..., None], t[i], -jnp.inf).max(1), True),
+    "min": (lambda t, i, m: jnp.where(m[..., None], t[i], jnp.inf).min(1), True),
+    "jagged": (
+        lambda t, i, m: jax.ops.segment_max(
+            jnp.where(m.reshape(-1, 1), t[i.reshape(-1)], -jnp.inf), jnp.arange(35) // 5, 7
+        ),
+        True,
+    ),
+    "max of zeros": (lambda t, i, m: jnp.where(m[..., None], t[i], 0.0).max(1), False),
+    "min of zeros": (lambda t, i, m: jnp.where(m[..., None], t[i], 0.0).min(1), False),
+    "max above": (
+        lambda t, i, m: jnp.max(jnp.where(m[..., None], t[i], -1.0), axis=1, initial=-9.0),
+        False,
+    ),
+    "zeros of two signs": (
+        lambda t, i, m: jnp.max(jnp.where(m[..., None], t[i], 0.0), axis=1, initial=-0.0),
+        False,
+    ),
+    "NaN": (lambda t, i, m: jnp.where(m[..., None], t[i], jnp.nan).max(1), False),
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_masked_extremes_skip_what_adds_nothing(name: str) -> None:
+    """A position whose value cannot change the bag is not looked up; any other value counts."""
+    fn, skips = IDENTITIES[name]
+    t = table(ROWS, DIM).at[3, 1].set(jnp.nan).at[4].set(-0.0).at[5].set(0.0).at[6].set(-jnp.inf)
+    i, m, _ = padded(odd=True)
+    check(fn, t, i, m, columns=1, bound=0.0)
+    made = pipeline.compile_jaxpr(trace(fn, (t, i, m), ("t", "i", "m")), VERIFY)
+    ((_, scheduled, _),) = made.calls
+    text = str(scheduled.program)
+    assert (" pool " in text and " acc " not in text) == skips, text
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+def test_masked_extremes_of_integers(dtype: str) -> None:
+    least = np.iinfo(dtype).min
+
+    def fn(t: Any, i: Any, m: Any) -> Any:
+        e = t.at[i].get(mode="clip")
+        return jnp.where(m[..., None], e, least).max(1), jnp.where(m[..., None], e, 0).min(1)
+
+    i, m, _ = padded(odd=True)
+    check(fn, table(ROWS, 3, dtype), i, m, columns=1)
 
 
 @cpu_only("it keeps subnormal numbers")

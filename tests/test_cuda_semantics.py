@@ -254,6 +254,20 @@ def test_group(name: str) -> None:
     emulated(fn, args, bound, None if name == "public_reports" else 1)
 
 
+@pytest.mark.parametrize("name", ["sums", "segments", "halves"])
+def test_26_27_bits_do_not_depend_on_the_order_of_threads(name: str) -> None:
+    """What XLA's flag for deterministic operations asks for: nothing is added in an order that threads decide."""
+    fn, args, _ = GROUPS[name]()
+    c = cuda_emulation.compiled(fn, args)
+    first, *others = [
+        jax.tree.map(np.asarray, c.run(functools.partial(emulate, options=Options(order=k))))
+        for k in range(4)
+    ]
+    for other in others:
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True):
+            assert a.tobytes() == b.tobytes()
+
+
 def test_a_low_precision_sum_of_ones() -> None:
     """Summed in float32: XLA's own sum of bfloat16 ends at 256."""
     args = jnp.ones((4, 3), jnp.bfloat16), ids(1000, 4), jnp.asarray(np.arange(1000) // 500)
