@@ -53,3 +53,6 @@ def extension() -> Any:
             f"checkout; needs a C++17 compiler). The loader says: {why}"
         ) from why
     return _recom
+
+
+extension()  # where it is missing, say so before a module that imports it by itself cannot be imported
