@@ -339,7 +339,9 @@ def test_hash_rem():
 def test_signed_hash_rem():
     rng = np.random.default_rng(0)
     x = rng.integers(-(2**31), 2**31, 5000)
-    x = np.concatenate([x, [0, 1, -1, 2**31 - 1, -(2**31)], np.arange(-1000, 1000) * 9973]).astype(np.int32)
+    x = np.concatenate([x, [0, 1, -1, 2**31 - 1, -(2**31)], np.arange(-1000, 1000) * 9973]).astype(
+        np.int32
+    )
     for c in [1, 2, 3, 7, 1000, 9973, 65536, 999983, 2**31 - 1, -(2**31), -1, -7, -9973, 1 - 2**31]:
         want = np.fmod(x.astype(np.int64), c).astype(np.int32)  # the sign of x, as lax.rem has it
         same(elementwise("BINARY", K["binary"]["rem"], "S32", x, imm=c), want)
