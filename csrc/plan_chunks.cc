@@ -8,9 +8,9 @@ namespace recom {
 namespace {
 
 // Element operations, of which a thread does two or three a nanosecond. Waking a thread of the pool
-// takes tens of microseconds, and more where the cores are busy: what the caller has done in a
-// hundred, it does alone. A chunk is worth taking once somebody is awake.
-constexpr int64_t kSmallWork = 200000, kLeastChunk = 5000;
+// takes tens of microseconds, and more where the cores are busy: what the caller has done in some
+// fifty, it does alone. A chunk is worth taking once somebody is awake.
+constexpr int64_t kSmallWork = 120000, kLeastChunk = 5000;
 
 // Bytes of the rows that a plain lookup column writes through, 0 if it is no such column.
 int64_t plain_bytes(const Plan::Col& col, const std::vector<Buffer>& operands) {
