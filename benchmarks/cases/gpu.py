@@ -53,14 +53,22 @@ def _workload(context: Context, name: str) -> tuple[RecomModel, Workload]:
     return made, make(spec)
 
 
+def _prepared(
+    context: Context, name: str, size: int
+) -> tuple[RecomModel, Workload, Any, Any, Kernel]:
+    """The model, its other forms, parameters on the device, a batch, and the kernel, launched once."""
+    model, w = _workload(context, name)
+    params = jax.device_put(model.init(seed=0))
+    batch = model.batch(size, 0)
+    kernel = gpu_kernel.kernel_of(model.columns, params, batch)
+    gpu_kernel.time_kernel(kernel, calls=1, repeats=1)
+    return model, w, params, batch, kernel
+
+
 def _kernel_piece(context: Context, name: str, size: int) -> Result:
     group = _group(name, size)
     with context.turns.compiling(), context.progress.step(f"{group}: parameters and compilers"):
-        model, w = _workload(context, name)
-        params = jax.device_put(model.init(seed=0))
-        batch = model.batch(size, 0)
-        kernel = gpu_kernel.kernel_of(model.columns, params, batch)
-        gpu_kernel.time_kernel(kernel, calls=1, repeats=1)
+        model, w, params, batch, kernel = _prepared(context, name, size)
         call, there, note = _hand(context, group, HAND_LOOP, w, params, batch)
     with context.turns.timed() as quiet:
         bandwidth = round(copy_bandwidth(), 2)
@@ -95,11 +103,7 @@ def _torch_piece(context: Context, name: str, size: int) -> Result:
         return Result((), (), {"torch": "not installed"})
     group = _group(name, size)
     with context.turns.compiling(), context.progress.step(f"{group}: {BAGS}"):
-        model, _ = _workload(context, name)
-        params = jax.device_put(model.init(seed=0))
-        batch = model.batch(size, 0)
-        kernel = gpu_kernel.kernel_of(model.columns, params, batch)
-        gpu_kernel.time_kernel(kernel, calls=1, repeats=1)
+        model, _, params, batch, kernel = _prepared(context, name, size)
         run = recom_columns(torch, model, params, batch)
         same(group, BAGS, run().cpu().numpy(), np.asarray(kernel.results[0]))
     with context.turns.timed() as quiet:
