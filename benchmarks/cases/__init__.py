@@ -19,6 +19,7 @@ from benchmarks.cases import (
     gpu_profile,
     gpu_recflex,
     gpu_scaling,
+    gpu_serve,
     gpu_tuned,
     idioms,
     micro,
@@ -155,7 +156,7 @@ ALL = (
         "CUDA: model E served from numpy arrays",
         2,
         gpu=True,
-        pieces=gpu.serve_pieces,
+        pieces=gpu_serve.pieces,
     ),
     *(
         Case(
