@@ -5,7 +5,8 @@ Bag space is straight-line code, run once a bag and lane; regions.py has the loo
 
 from __future__ import annotations
 
-from recom_jax.cuda.regions import BAGS, Regions
+from recom_jax.cuda.regions import BAGS
+from recom_jax.cuda.runs import Runs
 from recom_jax.cuda.text import TYPES, Unsupported, Variant
 from recom_jax.cuda.units import JAGGED, PLAIN, walk
 from recom_jax.program import OPERAND, RESULT, Instr
@@ -13,7 +14,7 @@ from recom_jax.program import OPERAND, RESULT, Instr
 _FORMS = ("kPlain", "kRegion", "kJagged")
 
 
-class Body(Regions):
+class Body(Runs):
     """Writes the function of one unit class."""
 
     @property
@@ -41,6 +42,8 @@ class Body(Regions):
             else:
                 self.write(i)
         passes, self.lines = self.lines, []
+        summed = self.summed()
+        runs = self.runs(summed) if summed else []
         self.depth = 1
         self.checks: list[str] = []
         before = self.before()
@@ -106,7 +109,16 @@ class Body(Regions):
         if self.takes_blocks and not checks:
             # The kernel asks for long bags next. The checks are barriers, where there are any.
             checks = ["  __syncthreads();"]
-        return [*head, *before, *self.loop_head(), *passes, *self.loop_tail(), *checks, "}"]
+        loop = [*self.loop_head(), *passes, *self.loop_tail()]
+        if runs:
+            loop = [
+                "  if constexpr (kStaged) {",
+                *runs,
+                "  } else {",
+                *(f"  {line}" for line in loop),
+                "  }",
+            ]
+        return [*head, *before, *loop, *checks, "}"]
 
     def before(self) -> list[str]:
         """What the whole block finds out before its first bag."""

@@ -47,7 +47,7 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
         for variant in (jagged if cls.form == JAGGED else (Variant.USUAL,))
     ]
     lines = [
-        '#include "recom_tile.cuh"',
+        '#include "recom_runs.cuh"',
         "",
         "namespace recom_cuda {",
         "",

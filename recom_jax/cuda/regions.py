@@ -285,7 +285,10 @@ class Regions(Pools):
             self.put(f"if (kStaged && !({fits})) return class_{self.number}<kVec, false>(p, t);")
             # First: the compiler then keeps fewer numbers while bags are summed up.
             self.put(f"Limits<{first - each}, {each}> limits_{seg}(t, tile_{seg});")
-            self.put(f"if (kStaged) limits_{seg}.find(t, tile_{seg}, [&](i32 at) -> Range {{")
+            self.put(f"bool in_order_{seg} = true;")
+            self.put(
+                f"if (kStaged) in_order_{seg} = limits_{seg}.find(t, tile_{seg}, [&](i32 at) -> Range {{"
+            )
             self.put(f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});")
             self.put(f"  return {self.range_of(i, 'at')};")
             self.put("});")

@@ -92,7 +92,10 @@ struct Range {
 // Bags of a tile lie side by side, and so do their positions: all of them are on their way at once, instead of a few for
 // each bag in turn.
 
-constexpr int kStageBytes = 16384;
+#ifndef RECOM_STAGE_BYTES
+#define RECOM_STAGE_BYTES 16384
+#endif
+constexpr int kStageBytes = RECOM_STAGE_BYTES;
 RECOM_FN u8* stage_memory() {
   __shared__ __align__(16) u8 memory[kStageBytes];
   return memory;
@@ -172,6 +175,8 @@ struct Staged {
     const u32 k = static_cast<u32>(q - begin);
     return load_shared<T>(memory + (k < kMost ? k : kMost - 1) * sizeof(T));
   }
+  // Element k of the tile's, counted from its first; anything, for the few numbers behind its last.
+  RECOM_FN T near(i32 k) const { return load_shared<T>(memory + static_cast<u32>(k) * sizeof(T)); }
 };
 
 // Where the bags of a tile begin and end, counted from the tile's first position: threads of the block find those of some bags
@@ -184,21 +189,30 @@ struct Limits {
   RECOM_FN Limits(const Tile& t, const Range& part)
       : begin(part.begin),
         of_zero(shared_address(stage_memory() + kFrom + kBytes) - static_cast<u32>(t.bag0 + t.bags) * 4) {}
-  // f(bag): a bag's positions. Where bags turn out not to lie side by side the numbers mean nothing, but stay inside.
+  // f(bag): a bag's positions. Where bags turn out not to lie side by side the numbers mean nothing, but stay inside: false, if
+  // this thread found a bag that ends before it begins.
   template <class F>
-  RECOM_FN void find(const Tile& t, const Range& part, const F& f) const {
+  RECOM_FN bool find(const Tile& t, const Range& part, const F& f) const {
     const i32 most = part.end > begin ? part.end - begin : 0;
+    bool ok = true;
     for (i32 k = static_cast<i32>(threadIdx.x); k < t.bags; k += kThreads) {
       const i32 bag = static_cast<i32>(t.bag0) + k;
       const Range r = f(bag);
+      ok &= r.begin <= r.end;
       const i32 first = r.begin - begin, last = r.end - begin;
       store_shared(of_zero + static_cast<u32>(bag) * 4, static_cast<u32>(first < 0 ? 0 : first < most ? first : most) |
                                                          static_cast<u32>(last < 0 ? 0 : last < most ? last : most) << 16);
     }
+    return ok;
+  }
+  // A bag's positions, counted from the tile's first.
+  RECOM_FN Range in_tile(i32 bag) const {
+    const u32 both = load_shared<u32>(of_zero + static_cast<u32>(bag) * 4);
+    return Range{static_cast<i32>(both & 0xffff), static_cast<i32>(both >> 16)};
   }
   RECOM_FN Range of(i32 bag) const {
-    const u32 both = load_shared<u32>(of_zero + static_cast<u32>(bag) * 4);
-    return Range{begin + static_cast<i32>(both & 0xffff), begin + static_cast<i32>(both >> 16)};
+    const Range r = in_tile(bag);
+    return Range{begin + r.begin, begin + r.end};
   }
 };
 

@@ -1,0 +1,99 @@
+"""Jagged bags of narrow rows: a block's threads share a tile's positions evenly (headers/recom_runs.cuh)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from recom_jax.cuda.regions import Regions
+from recom_jax.cuda.text import KINDS, TYPES, Variant
+from recom_jax.cuda.units import JAGGED, closure, reads, size_of, writes
+from recom_jax.program import Instr
+
+LANES = 4  # of a row, at most: wider rows are bound by memory, not by what happens between bags
+_NUMBERS = frozenset({"LOAD", "CONST", "BINARY", "SELECT", "CONVERT", "UNARY", "BITCAST", "INDEX"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summed:
+    """A class that does nothing but sum bags of rows up: its loop, reduction, store and what a row's number is made of."""
+
+    region: Instr
+    pool: Instr
+    store: Instr
+    number: tuple[Instr, ...]
+    load: Instr
+
+
+class Runs(Regions):
+    """Adds tiles whose positions are dealt out evenly."""
+
+    def summed(self) -> Summed | None:
+        """The parts of a class that `runs` has code for; None for any other."""
+        u = self.u
+        if u.form != JAGGED or self.variant is not Variant.USUAL or len(self.cls.outer) != 1:
+            return None
+        if u.width is None or u.vec < 2 or -(-u.width // u.vec) > LANES or self.out is None:
+            return None
+        if [i.op for i in u.code] != ["JREGION", "STORE"]:
+            return None
+        region, store = u.code
+        pools = [b for b in region.body if b.op in ("POOL", "ACC")]
+        if len(pools) != 1 or pools[0].op != "POOL" or pools[0].args[0] or pools[0].args[4] >= 0:
+            return None
+        pool = pools[0]
+        if store.args[0] != pool.args[2] or u.constants.get(store.args[-1]) != 1:
+            return None
+        if size_of(self.cls.regs[pool.args[2]].dtype) * u.vec > 16:
+            return None
+        number = closure(region.body, {pool.args[3]})
+        loads = [b for b in number if b.op == "LOAD"]
+        made = {writes(b) for b in number}
+        if len(loads) != 1 or any(b.op not in _NUMBERS for b in number):
+            return None
+        if any(r not in made for b in number for r in reads(b)):
+            return None
+        self.jagged = True
+        stageable = self.stageable(region, loads[0])
+        self.jagged = False
+        return Summed(region, pool, store, number, loads[0]) if stageable else None
+
+    def runs(self, s: Summed) -> list[str]:
+        """What a block does with a tile whose ids lie in shared memory."""
+        u, seg = self.u, s.region.args[1]
+        dst, idx, loaded = s.pool.args[2], s.pool.args[3], s.load.args[0]
+        dtype = TYPES[self.cls.regs[dst].dtype]
+        kept, self.lines, self.depth = self.lines, [], 2
+        self.jagged, self.position = True, "q"
+        any_order = f"class_{self.number}_any(p)"
+        if self.schedule.long:
+            any_order = f"forget_long_bags(), {any_order}"
+        self.put(f"if (!tile_is_there(in_order_{seg})) return {any_order};")
+        self.put(f"const Run<kLanes> run(tile_{seg});")
+        self.put(f"const i32 mine = run.lane * kVec, f = mine < {u.width} ? mine : 0;")
+        self.put(
+            f"const auto number = [&]({self.type_of(loaded)} r{loaded}) -> {self.type_of(idx)} {{"
+        )
+        for b in s.number:
+            if b.op != "LOAD":
+                self.put(f"  const {self.type_of(self.dst(b))} r{writes(b)} = {self.value(b)};")
+        self.put(f"  return r{idx};")
+        self.put("};")
+        stride = self.slot(s.store.args[4])
+        self.put(f"const auto done = [&](i32 bag, const Row<{dtype}, kVec>& sum) {{")
+        self.put(f"  if (mine < {u.width}) store(out + row_offset<true>(bag, {stride}) + f, sum);")
+        self.put("};")
+        table, base, row_stride = self.table(s.pool)
+        at = table if base == "0" else f"{table} + {base}"
+        init = f"spread<kVec>({self.imm(self.cls.regs[dst].dtype, s.pool.args[9])})"
+        line = "true" if self.by_lines(s.pool) else "false"
+        kinds = f"{KINDS[s.pool.args[1]]}, {self.schedule.flight}, {line}"
+        self.put(
+            f"sum_runs<{kinds}>(run, t, limits_{seg}, staged_{loaded}, kept({at} + f), {row_stride}, {init}, "
+            f"{self.fill(s.pool)}, number, done);"
+        )
+        self.jagged, self.position = False, ""
+        made, self.lines = self.lines, kept
+        return made
+
+
+__all__ = ["Runs", "Summed"]
