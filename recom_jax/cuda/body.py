@@ -43,10 +43,10 @@ class Body(Runs):
                 self.write(i)
         passes, self.lines = self.lines, []
         summed = self.summed()
-        runs = self.runs(summed) if summed else []
         self.depth = 1
         self.checks: list[str] = []
-        before = self.before()
+        before = self.before(limits_last=summed is not None)
+        runs = self.runs(summed, self.checks) if summed else []
         rows = (
             "numbers"
             if u.width_slot < 0
@@ -109,7 +109,7 @@ class Body(Runs):
         if self.takes_blocks and not checks:
             # The kernel asks for long bags next. The checks are barriers, where there are any.
             checks = ["  __syncthreads();"]
-        loop = [*self.loop_head(), *passes, *self.loop_tail()]
+        loop = [*self.loop_head(), *passes, *self.loop_tail(), *checks]
         if runs:
             loop = [
                 "  if constexpr (kStaged) {",
@@ -118,9 +118,9 @@ class Body(Runs):
                 *(f"  {line}" for line in loop),
                 "  }",
             ]
-        return [*head, *before, *loop, *checks, "}"]
+        return [*head, *before, *loop, "}"]
 
-    def before(self) -> list[str]:
+    def before(self, limits_last: bool) -> list[str]:
         """What the whole block finds out before its first bag."""
         one_hot = [i for i in walk(self.u.code) if i.op in ("TAKE", "POOL") and i.args[0]]
         for i in one_hot:
@@ -136,7 +136,7 @@ class Body(Runs):
         for i in self.u.code:
             if i.op == "JREGION":
                 self.ascending(i)
-        self.stage()
+        self.stage(limits_last)
         if self.variant is Variant.LONG:
             self.long_test()
         out, self.lines = self.lines, []

@@ -261,7 +261,7 @@ class Regions(Pools):
             return f"bags_{seg}.range(total, {bag})"
         return f"split_range(splits_{seg}, {self.slot(splits[3])}, total, {bag})"
 
-    def stage(self) -> None:
+    def stage(self, limits_last: bool = False) -> None:
         """Has the tile's part of what positions read brought to shared memory."""
         each = _STAGE_BYTES // max(sum(len(loads) for _, loads in self.staged), 1) // 16 * 16
         first = 0
@@ -283,22 +283,25 @@ class Regions(Pools):
                 for kind, b in kinds
             )
             self.put(f"if (kStaged && !({fits})) return class_{self.number}<kVec, false>(p, t);")
-            # First: the compiler then keeps fewer numbers while bags are summed up.
-            self.put(f"Limits<{first - each}, {each}> limits_{seg}(t, tile_{seg});")
-            self.put(f"bool in_order_{seg} = true;")
-            self.put(
-                f"if (kStaged) in_order_{seg} = limits_{seg}.find(t, tile_{seg}, [&](i32 at) -> Range {{"
-            )
-            self.put(f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});")
-            self.put(f"  return {self.range_of(i, 'at')};")
-            self.put("});")
+            find = [
+                f"Limits<{first - each}, {each}> limits_{seg}(t, tile_{seg});",
+                f"bool in_order_{seg} = true;",
+                f"if (kStaged) in_order_{seg} = limits_{seg}.find(t, tile_{seg}, [&](i32 at) -> Range {{",
+                f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});",
+                f"  return {self.range_of(i, 'at')};",
+                "});",
+            ]
+            copies = []
             for kind, b in kinds:
                 _, buffer, offset, *_ = b.args
                 at = "" if self.u.constants.get(offset) == 0 else f" + {self.slot(offset)}"
-                self.put(f"{kind} staged_{b.args[0]}(tile_{seg});")
-                self.put(
-                    f"if (kStaged) staged_{b.args[0]}.copy({self.buffer(buffer)}{at}, tile_{seg});"
-                )
+                copies += [
+                    f"{kind} staged_{b.args[0]}(tile_{seg});",
+                    f"if (kStaged) staged_{b.args[0]}.copy({self.buffer(buffer)}{at}, tile_{seg});",
+                ]
+            # Limits first: the compiler then keeps fewer numbers while bags are summed up. Runs have registers to spare.
+            for line in [*copies, *find] if limits_last else [*find, *copies]:
+                self.put(line)
 
     def stageable(self, i: Instr, b: Instr) -> bool:
         """Whether positions read it side by side with their neighbours, in four or eight bytes."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from recom_jax.cuda.regions import Regions
+from recom_jax.cuda.regions import BAGS, Regions
 from recom_jax.cuda.text import KINDS, TYPES, Variant
 from recom_jax.cuda.units import JAGGED, closure, reads, size_of, writes
 from recom_jax.program import Instr
 
 LANES = 4  # of a row, at most: wider rows are bound by memory, not by what happens between bags
+EARLY = True
 _NUMBERS = frozenset({"LOAD", "CONST", "BINARY", "SELECT", "CONVERT", "UNARY", "BITCAST", "INDEX"})
 
 
@@ -57,8 +58,8 @@ class Runs(Regions):
         self.jagged = False
         return Summed(region, pool, store, number, loads[0]) if stageable else None
 
-    def runs(self, s: Summed) -> list[str]:
-        """What a block does with a tile whose ids lie in shared memory."""
+    def runs(self, s: Summed, checks: list[str]) -> list[str]:
+        """What a block does with a tile whose ids lie in shared memory. `checks`: what it asks when it is through with its bags."""
         u, seg = self.u, s.region.args[1]
         dst, idx, loaded = s.pool.args[2], s.pool.args[3], s.load.args[0]
         dtype = TYPES[self.cls.regs[dst].dtype]
@@ -67,7 +68,14 @@ class Runs(Regions):
         any_order = f"class_{self.number}_any(p)"
         if self.schedule.long:
             any_order = f"forget_long_bags(), {any_order}"
-        self.put(f"if (!tile_is_there(in_order_{seg})) return {any_order};")
+        in_order, splits = f"in_order_{seg}", self.splits(s.region)
+        early = EARLY and splits is not None and splits[0] not in BAGS
+        if early and splits is not None:  # while ids are on their way
+            in_order = (
+                f"ascends([&](i64 k) {{ return static_cast<i64>(load_one(splits_{seg} + k)); }}, {self.slot(splits[3])})"
+                f" && {in_order}"
+            )
+        self.put(f"if (!tile_is_there({in_order})) return {any_order};")
         self.put(f"const Run<kLanes> run(tile_{seg});")
         self.put(f"const i32 mine = run.lane * kVec, f = mine < {u.width} ? mine : 0;")
         self.put(
@@ -93,7 +101,9 @@ class Runs(Regions):
         )
         self.jagged, self.position = False, ""
         made, self.lines = self.lines, kept
-        return made
+        if early:
+            return [*made, *(["    __syncthreads();"] if self.schedule.long else [])]
+        return [*made, *(f"  {line}" for line in checks)]
 
 
 __all__ = ["Runs", "Summed"]

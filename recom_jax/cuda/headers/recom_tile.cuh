@@ -394,13 +394,18 @@ RECOM_FN T* target(const Params& p, i64 place) {
   return const_cast<T*>(source<T>(p, place));
 }
 
-// Whether n numbers ascend; the whole block asks.
+// Whether those of n numbers ascend that this thread looks at: the threads of a block look at all.
 template <class F>
-RECOM_FN bool block_ascends(const F& f, i64 n) {
+RECOM_FN bool ascends(const F& f, i64 n) {
   bool ok = true;
 #pragma unroll 4  // more on their way would take registers that the rest of the kernel has no use for
   for (i64 k = threadIdx.x; k + 1 < n; k += kThreads) ok &= f(k) <= f(k + 1);
-  return __syncthreads_and(ok) != 0;
+  return ok;
+}
+// Whether n numbers ascend; the whole block asks.
+template <class F>
+RECOM_FN bool block_ascends(const F& f, i64 n) {
+  return __syncthreads_and(ascends(f, n)) != 0;
 }
 
 // From n splits that ascend: [splits[bag], splits[bag + 1]), the last one's up to the end.
