@@ -72,13 +72,14 @@ def spawn(job: Mapping[str, Any], cache: str = "off") -> dict[str, Any]:
     """Runs one job in a fresh process, without any compilation cache of JAX's.
 
     Args:
-      cache: folder of what recom_jax keeps.
+      cache: folder of what recom_jax and CUDA's driver keep, or "off".
 
     Raises:
       RuntimeError: it failed; with the end of what it wrote.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
     env |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "RECOM_CACHE_DIR": cache}
+    env |= {"CUDA_CACHE_DISABLE": "1"} if cache == "off" else {"CUDA_CACHE_PATH": cache}
     done = subprocess.run([sys.executable, "-m", "benchmarks.cold", json.dumps(job)], cwd=machine.ROOT,
                           env=env, capture_output=True, text=True)  # fmt: skip
     if done.returncode:

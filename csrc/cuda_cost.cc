@@ -40,7 +40,7 @@ Geometry geometry(const UnitShape& u, double threads, int sms, double slice_posi
     // Short of threads, bags are cut until the device is full; a full one gains nothing from it.
     const int n = recom_cuda::power_of_two(static_cast<int>(std::min(u.positions, 32.0)));
     g.slices = std::min({floor_power_of_two(full(sms) / std::max(threads, 1.0)), n, most});
-  } else if (u.form == recom_cuda::kJagged) {
+  } else if (recom_cuda::is_jagged(u.form)) {
     // Lengths differ by bag: slices also even out what the threads of a warp have to do.
     g.slices = std::min(floor_power_of_two(u.positions / (slice_positions > 0 ? slice_positions
                                                                               : kJaggedPositions)),
@@ -60,7 +60,7 @@ int columns_per_tile(const UnitShape& u, const Geometry& g, int64_t result_bytes
                      double threads, int sms, int64_t run_bytes) {
   // Bags of different lengths keep a warp waiting, and a sector (32 bytes) is the least that memory
   // writes: nothing to gain from neighbours.
-  if (u.form == recom_cuda::kJagged || u.alone) return 1;
+  if (recom_cuda::is_jagged(u.form) || u.alone) return 1;
   const int64_t each = int64_t{g.lanes} * g.slices;
   int64_t columns = (run_bytes + result_bytes - 1) / std::max<int64_t>(result_bytes, 1);
   // Few bags leave threads idle. A warp is filled in any case, a block only where other blocks fill

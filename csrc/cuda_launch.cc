@@ -52,7 +52,7 @@ CudaClass read_class(Reader* r, const Program& p) {
   CudaClass k;
   k.program_class = r->below(p.classes.size(), "launch: program class");
   const ColumnClass& c = p.classes[k.program_class];
-  k.form = r->below(recom_cuda::kJagged + 1, "launch: form");
+  k.form = r->below(recom_cuda::kRuns + 1, "launch: form");
   const int64_t width = r->next();
   check(width >= -1 && width < static_cast<int64_t>(c.slot_kinds.size()), "no such width slot");
   k.width_slot = static_cast<int>(width);
@@ -68,7 +68,8 @@ CudaClass read_class(Reader* r, const Program& p) {
     if (c.ops[i].op == opcode::k_REGION) want = std::max<int>(want, recom_cuda::kRegion);
     if (c.ops[i].op == opcode::k_JREGION) want = recom_cuda::kJagged;
   }
-  check(k.form == want, "a class's form is not its code's");
+  const bool runs = k.form == recom_cuda::kRuns && want == recom_cuda::kJagged && k.vec > 1;
+  check(k.form == want || runs, "a class's form is not its code's");
   return k;
 }
 

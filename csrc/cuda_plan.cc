@@ -66,13 +66,13 @@ class Planner {
     out.result_bytes = width * element_size(call_.results[col.v[store.buffer]].dtype);
     for (int i : k.ops) measure(c, c.ops[i], col, &out.shape);
     // The kernel counts positions in 32 bits, a few rounds beyond the end included.
-    if (out.shape.positions * (k.form == recom_cuda::kJagged ? col.bags : 1) > kMaxPositions) {
+    if (out.shape.positions * (recom_cuda::is_jagged(k.form) ? col.bags : 1) > kMaxPositions) {
       fail("a bag, or a jagged array, of more than 2^30 positions");
     }
     out.aligned = k.vec > 1 && width % k.vec == 0;
     for (int i : k.ops) out.aligned = out.aligned && aligned(c, c.ops[i], col, k.vec);
     // Code for staged tiles of jagged bags multiplies strides of 32 bits.
-    if (k.form == recom_cuda::kJagged) out.aligned = out.aligned && near(c, k, col);
+    if (recom_cuda::is_jagged(k.form)) out.aligned = out.aligned && near(c, k, col);
     return out;
   }
 
@@ -263,7 +263,7 @@ class Planner {
       threads += static_cast<double>(s.bags) * recom_cuda::lanes_for(s.form, s.width, s.vec);
     }
     const bool uneven = std::any_of(units.begin(), units.end(), [](const Unit& u) {
-      return u.shape.form == recom_cuda::kJagged;
+      return recom_cuda::is_jagged(u.shape.form);
     });
     const PlanChoice choice = chosen(launch_.choice, uneven, threads, call_.sms);
     std::vector<Group> groups;
@@ -281,10 +281,15 @@ class Planner {
       }
       i = end;
     }
-    double total = 0, passes = 0;
+    double total = 0, passes = 0, left = 0;
     for (const Group& g : groups) {
       total += g.geometry.pass_cost * g.passes;
       passes += g.passes;
+      // Runs join a bag's parts where tiles end, so that jagged tiles must not depend on a choice of
+      // others' tiles: tuning would change the last bits of a sum.
+      if (recom_cuda::is_jagged(units[g.unit].shape.form)) {
+        left += g.geometry.pass_cost * g.passes;
+      }
     }
     const int64_t least = 1 + static_cast<int64_t>(passes / kMaxTiles);
     // The heaviest start first, so that none is left over at the end. Jagged tiles shrink on the
@@ -292,16 +297,15 @@ class Planner {
     std::stable_sort(groups.begin(), groups.end(), [](const Group& a, const Group& b) {
       return a.geometry.pass_cost > b.geometry.pass_cost;
     });
-    double left = total;
     std::vector<Tile> tiles;
     for (const Group& g : groups) {
       const Unit& u = units[g.unit];
+      const bool jagged = recom_cuda::is_jagged(u.shape.form);
       const int64_t wanted =
-          u.shape.form == recom_cuda::kJagged
-              ? jagged_passes(u.shape, g.geometry, g.bags_per_pass, left, call_.sms)
-              : passes_per_tile(g.geometry.pass_cost, total, call_.sms, choice.tiles_per_sm);
+          jagged ? jagged_passes(u.shape, g.geometry, g.bags_per_pass, left, call_.sms)
+                 : passes_per_tile(g.geometry.pass_cost, total, call_.sms, choice.tiles_per_sm);
       const int64_t each = std::max(wanted, least);
-      left -= g.geometry.pass_cost * static_cast<double>(g.passes);
+      if (jagged) left -= g.geometry.pass_cost * static_cast<double>(g.passes);
       const int64_t n = (g.passes + each - 1) / each;
       const int64_t even = (g.passes + n - 1) / n;  // passes of equal tiles
       const int64_t step = even * g.bags_per_pass;

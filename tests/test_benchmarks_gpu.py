@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import driver, machine, pieces, record, report, torch_peers
+from benchmarks import cold, driver, machine, pieces, record, report, steady, torch_peers
 from benchmarks.cases import CASES, gpu, gpu_end_to_end, gpu_recflex, gpu_scaling
 from benchmarks.context import Context, Settings
 from benchmarks.pieces import Beside
@@ -116,6 +116,29 @@ def test_a_piece(device: Device, case: str, piece: str, rows: int, targets: int)
     kernels = [r for r in result.rows if "kernel" in r.group and "jit" not in r.contestant]
     assert all(5 < r.median < 30 and r.unit == "us" for r in kernels)  # of 0.01 to 0.02 ms
     assert bool(kernels) == bool(device.launched)
+
+
+@pytest.mark.parametrize(
+    ("piece", "processes", "limits"),
+    [("model e", 4, [5.0, 2.0]), ("columns 200", 3, [25.0]), ("model e jit", 1, [])],
+)
+def test_first_results_are_of_fresh_processes(
+    monkeypatch: pytest.MonkeyPatch, piece: str, processes: int, limits: list[float]
+) -> None:
+    """What is cold finds no folder, what is from disk finds the one that an earlier process filled."""
+    asked: list[tuple[str, str]] = []
+
+    def spawn(job: dict[str, Any], cache: str = "off") -> dict[str, Any]:
+        asked.append((job["contestant"], "off" if cache == "off" else "a folder"))
+        memory = dict.fromkeys(("before_mib", "after_mib", "peak_mib"), 1.0)
+        return {**memory, "first_s": 0.1 * len(asked), "columns": 20, "from_disk": 1}
+
+    monkeypatch.setattr(cold, "spawn", spawn)
+    result = measured("gpu_first_result", piece)
+    assert len(asked) == processes
+    assert all((cache == "a folder") == (name == steady.AGAIN) for name, cache in asked)
+    assert [t.limit for t in result.targets] == limits and all(t.passed for t in result.targets)
+    assert len([r for r in result.rows if r.unit == "s"]) == len({n for n, _ in asked})
 
 
 def test_the_slowest_idiom_of_all_pieces_is_judged() -> None:

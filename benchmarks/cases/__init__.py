@@ -16,6 +16,7 @@ from benchmarks.cases import (
     gpu_corun,
     gpu_corun_mesh,
     gpu_end_to_end,
+    gpu_first_result,
     gpu_profile,
     gpu_recflex,
     gpu_scaling,
@@ -97,6 +98,13 @@ ALL = (
         gpu=True,
         pieces=idioms.pieces,
         finish=idioms.finish,
+    ),
+    Case(
+        "gpu_first_result",
+        "CUDA: first results, in fresh processes",
+        2,
+        gpu=True,
+        pieces=gpu_first_result.pieces,
     ),
     Case("gpu_recflex", "CUDA: kernel times of RecFlex", 4, gpu=True, pieces=gpu_recflex.pieces),
     Case(

@@ -12,7 +12,7 @@ import numpy as np
 
 from recom_jax.cuda.body import Body, Unsupported
 from recom_jax.cuda.text import Schedule, Variant
-from recom_jax.cuda.units import JAGGED, Units, units_of, walk
+from recom_jax.cuda.units import JAGGED, RUNS, Units, units_of, walk
 from recom_jax.program import Program
 
 LAUNCH_MAGIC = 0x48434E554C4D4352
@@ -65,8 +65,9 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
         len(units.units),
         *(schedule.plan if tuned else ()),
     ]
-    for cls in units.classes:
-        words += [cls.number, cls.form, cls.width_slot, cls.vec]
+    for k, cls in enumerate(units.classes):
+        form = RUNS if Body(cls, k, schedule).summed() else cls.form
+        words += [cls.number, form, cls.width_slot, cls.vec]
     for unit in units.units:
         words += unit
     return Generated("\n".join(lines), np.array(words, np.int64).tobytes())

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from recom_jax.program import DIM, IMM, OPERAND, RESULT, ClassDef, Instr, Program
 
 PLAIN, REGION, JAGGED = 0, 1, 2
+RUNS = 3  # JAGGED, in launch words: aligned tiles deal out their positions (runs.py)
 
 _SIZES = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,

@@ -25,7 +25,9 @@ enum Form : int {
   kPlain = 0,   // no reduction: each lane computes its features of a bag
   kRegion = 1,  // bags of equally many positions
   kJagged = 2,  // positions find their bag by segment ids
+  kRuns = 3,    // likewise, but aligned tiles deal out their positions, not their bags (recom_runs.cuh)
 };
+RECOM_ABI_FN constexpr bool is_jagged(int form) { return form == kJagged || form == kRuns; }
 
 // A block's work: bags [bag0, bag0 + bags) of `columns` columns of one class. The words of column k start
 // at `words + k * stride`, where stride is the class's. Columns that share a tile are adjacent in the result.
