@@ -33,7 +33,7 @@ class Runs(Regions):
         u = self.u
         if u.form != JAGGED or self.variant is not Variant.USUAL or len(self.cls.outer) != 1:
             return None
-        if u.width is None or u.vec < 2 or -(-u.width // u.vec) > LANES or self.out is None:
+        if u.width is None or u.vec < 2 or -(-u.width // u.vec) > LANES:
             return None
         if [i.op for i in u.code] != ["JREGION", "STORE"]:
             return None
