@@ -295,9 +295,10 @@ class Regions(Pools):
             for kind, b in kinds:
                 _, buffer, offset, *_ = b.args
                 at = "" if self.u.constants.get(offset) == 0 else f" + {self.slot(offset)}"
+                array = f"{self.buffer(buffer)}{at}"
                 copies += [
-                    f"{kind} staged_{b.args[0]}(tile_{seg});",
-                    f"if (kStaged) staged_{b.args[0]}.copy({self.buffer(buffer)}{at}, tile_{seg});",
+                    f"{kind} staged_{b.args[0]}({array}, tile_{seg});",
+                    f"if (kStaged) staged_{b.args[0]}.copy({array}, tile_{seg});",
                 ]
             # Limits first: the compiler then keeps fewer numbers while bags are summed up. Runs have registers to spare.
             for line in [*copies, *find] if limits_last else [*find, *copies]:

@@ -121,6 +121,15 @@ RECOM_FN void copy_async(u32 to, const T* from) {
   *reinterpret_cast<T*>(stage_memory() + to) = *from;
 #endif
 }
+// Sixteen bytes of several elements, past the first-level cache, which rows shall have. Both lie at multiples of 16.
+template <class T>
+RECOM_FN void copy_async_16(u32 to, const T* from) {
+#ifdef __CUDA_ARCH__
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(goes()) : "memory");
+#else
+  memcpy(stage_memory() + to, from, 16);
+#endif
+}
 RECOM_FN void copies_land() {
 #ifdef __CUDA_ARCH__
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -155,20 +164,32 @@ RECOM_FN void store_shared(u32 at, u32 x) {
 template <class T, int kFrom, int kBytes>
 struct Staged {
   static_assert(kFrom + kBytes <= kStageBytes && kStageBytes <= 1 << 16, "the stage is larger than its memory");
-  static constexpr u32 kMost = kBytes / sizeof(T);
+  static constexpr i32 kSpare = 64;  // in front of the first element, and for looks behind the last
+  static constexpr u32 kMost = (kBytes - kSpare) / sizeof(T);
   i32 begin;
   u32 memory;
 
   // `limits`: how many bags' limits lie behind it.
   RECOM_FN static bool fits(const Range& part, i32 limits) {
     const i32 n = part.end > part.begin ? part.end - part.begin : 0;
-    return n <= static_cast<i32>(kMost) && n * static_cast<i32>(sizeof(T)) <= kBytes - 4 * limits;
+    return n <= static_cast<i32>(kMost) && n * static_cast<i32>(sizeof(T)) <= kBytes - kSpare - 4 * limits;
   }
-  RECOM_FN explicit Staged(const Range& part) : begin(part.begin), memory(shared_address(stage_memory() + kFrom)) {}
+  // As far behind a multiple of 16 bytes as in the array, so that most of it is copied by vectors.
+  RECOM_FN Staged(const T* array, const Range& part)
+      : begin(part.begin),
+        memory(shared_address(stage_memory() + kFrom) + (static_cast<u32>(reinterpret_cast<u64>(array + part.begin)) & 15u)) {}
   RECOM_FN void copy(const T* array, const Range& part) const {
-    for (i32 k = static_cast<i32>(threadIdx.x); k < part.end - begin; k += kThreads) {
-      copy_async(memory + static_cast<u32>(k) * sizeof(T), array + begin + k);
+    constexpr i32 kVector = 16 / sizeof(T);
+    const i32 n = part.end - begin, thread = static_cast<i32>(threadIdx.x);
+    const T* const from = array + begin;
+    const i32 first = static_cast<i32>(-memory & 15u) / static_cast<i32>(sizeof(T));  // that lies at a multiple of 16
+    for (i32 k = first + thread * kVector; k + kVector <= n; k += kThreads * kVector) {
+      copy_async_16(memory + static_cast<u32>(k) * sizeof(T), from + k);
     }
+    // What is left at both ends: fewer than a vector each.
+    const i32 last = n < first ? n : n - (n - first) % kVector;
+    const i32 k = thread < first ? thread : last + thread - first;
+    if (k < n && thread < first + kVector) copy_async(memory + static_cast<u32>(k) * sizeof(T), from + k);
   }
   // Element q; anything, where that is none of the tile's.
   RECOM_FN T at(i32 q) const {
