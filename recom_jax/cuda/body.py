@@ -46,7 +46,7 @@ class Body(Runs):
         self.depth = 1
         self.checks: list[str] = []
         before = self.before(limits_last=summed is not None)
-        runs = self.runs(summed, self.checks) if summed else []
+        runs = self.runs(summed, list(self.checks)) if summed else []
         rows = (
             "numbers"
             if u.width_slot < 0

@@ -300,7 +300,7 @@ class Regions(Pools):
                     f"{kind} staged_{b.args[0]}({array}, tile_{seg});",
                     f"if (kStaged) staged_{b.args[0]}.copy({array}, tile_{seg});",
                 ]
-            # Limits first: the compiler then keeps fewer numbers while bags are summed up. Runs have registers to spare.
+            # Limits first: the compiler then keeps fewer numbers while bags are summed up. Runs have room.
             for line in [*copies, *find] if limits_last else [*find, *copies]:
                 self.put(line)
 

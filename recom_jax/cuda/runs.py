@@ -10,13 +10,12 @@ from recom_jax.cuda.units import JAGGED, closure, reads, size_of, writes
 from recom_jax.program import Instr
 
 LANES = 4  # of a row, at most: wider rows are bound by memory, not by what happens between bags
-EARLY = True
 _NUMBERS = frozenset({"LOAD", "CONST", "BINARY", "SELECT", "CONVERT", "UNARY", "BITCAST", "INDEX"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summed:
-    """A class that does nothing but sum bags of rows up: its loop, reduction, store and what a row's number is made of."""
+    """A class that does nothing but reduce rows: its loop, reduction, store, and what a row's number is made of."""
 
     region: Instr
     pool: Instr
@@ -59,28 +58,24 @@ class Runs(Regions):
         return Summed(region, pool, store, number, loads[0]) if stageable else None
 
     def runs(self, s: Summed, checks: list[str]) -> list[str]:
-        """What a block does with a tile whose ids lie in shared memory. `checks`: what it asks when it is through with its bags."""
-        u, seg = self.u, s.region.args[1]
+        """What a block does with a tile whose ids lie in shared memory. `checks`: what it asks behind its bags."""
+        u, seg, splits = self.u, s.region.args[1], self.splits(s.region)
         dst, idx, loaded = s.pool.args[2], s.pool.args[3], s.load.args[0]
         dtype = TYPES[self.cls.regs[dst].dtype]
         kept, self.lines, self.depth = self.lines, [], 2
         self.jagged, self.position = True, "q"
-        any_order = f"class_{self.number}_any(p)"
-        if self.schedule.long:
-            any_order = f"forget_long_bags(), {any_order}"
-        in_order, splits = f"in_order_{seg}", self.splits(s.region)
-        early = EARLY and splits is not None and splits[0] not in BAGS
-        if early and splits is not None:  # while ids are on their way
-            in_order = (
-                f"ascends([&](i64 k) {{ return static_cast<i64>(load_one(splits_{seg} + k)); }}, {self.slot(splits[3])})"
-                f" && {in_order}"
-            )
-        self.put(f"if (!tile_is_there({in_order})) return {any_order};")
+        in_order = f"in_order_{seg}"
+        if splits is not None and splits[0] not in BAGS:
+            # Splits are few, and ids are on their way: the block asks about all of them at a barrier that it needs.
+            of = f"[&](i64 k) {{ return static_cast<i64>(load_one(splits_{seg} + k)); }}"
+            in_order = f"ascends({of}, {self.slot(splits[3])}) && {in_order}"
+            checks = ["  __syncthreads();"] if self.takes_blocks else []
+        forget = "forget_long_bags(), " if self.takes_blocks else ""
+        self.put(f"if (!tile_is_there({in_order})) return {forget}class_{self.number}_any(p);")
         self.put(f"const Run<kLanes> run(tile_{seg});")
         self.put(f"const i32 mine = run.lane * kVec, f = mine < {u.width} ? mine : 0;")
-        self.put(
-            f"const auto number = [&]({self.type_of(loaded)} r{loaded}) -> {self.type_of(idx)} {{"
-        )
+        taken, made = f"{self.type_of(loaded)} r{loaded}", self.type_of(idx)
+        self.put(f"const auto number = [&]({taken}) -> {made} {{")
         for b in s.number:
             if b.op != "LOAD":
                 self.put(f"  const {self.type_of(self.dst(b))} r{writes(b)} = {self.value(b)};")
@@ -92,18 +87,16 @@ class Runs(Regions):
         self.put("};")
         table, base, row_stride = self.table(s.pool)
         at = table if base == "0" else f"{table} + {base}"
-        init = f"spread<kVec>({self.imm(self.cls.regs[dst].dtype, s.pool.args[9])})"
+        init = self.imm(self.cls.regs[dst].dtype, s.pool.args[9])
         line = "true" if self.by_lines(s.pool) else "false"
-        kinds = f"{KINDS[s.pool.args[1]]}, {self.schedule.flight}, {line}"
         self.put(
-            f"sum_runs<{kinds}>(run, t, limits_{seg}, staged_{loaded}, kept({at} + f), {row_stride}, {init}, "
-            f"{self.fill(s.pool)}, number, done);"
+            f"sum_runs<{KINDS[s.pool.args[1]]}, {self.schedule.flight}, {line}>("
+            f"run, t, limits_{seg}, staged_{loaded}, kept({at} + f), {row_stride},"
         )
+        self.put(f"    spread<kVec>({init}), {self.fill(s.pool)}, number, done);")
         self.jagged, self.position = False, ""
-        made, self.lines = self.lines, kept
-        if early:
-            return [*made, *(["    __syncthreads();"] if self.schedule.long else [])]
-        return [*made, *(f"  {line}" for line in checks)]
+        lines, self.lines = self.lines, kept
+        return [*lines, *(f"  {line}" for line in checks)]
 
 
 __all__ = ["Runs", "Summed"]
