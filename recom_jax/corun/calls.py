@@ -178,7 +178,7 @@ def chosen(avals: Sequence[Any]) -> tuple[int, list[int], list[int]] | None:
     sizes = {
         k: math.prod(a.shape) * a.dtype.itemsize
         for k, a in enumerate(avals)
-        if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended)
+        if not jnp.issubdtype(a.dtype, jax.dtypes.extended)
     }
     there = sorted((k for k in sizes if sizes[k]), key=lambda k: sizes[k])
     if not there:
