@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -13,8 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recom_jax import corun
-from recom_jax.corun import calls
+from recom_jax import preprocess as pp
+from recom_jax.corun import calls, pipeline
+from recom_jax.corun.plan import Stage
+from tests import cuda_emulation
 from tests.helpers import cpu_only
+from tests.test_corun_stream import make
 
 pytestmark = [pytest.mark.once, cpu_only("looks at what XLA makes for CPUs")]
 
@@ -91,6 +96,48 @@ def test_it_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     for x, y, z in zip(*made, plain, strict=True):
         np.testing.assert_array_equal(x, y)
         np.testing.assert_allclose(x, z, rtol=1e-5)
+
+
+def behind_gradients(options: corun.Options) -> corun.Report:
+    """Trains with a plan whose kernels start behind the gradients; its losses must be those of prepared inputs."""
+
+    @jax.jit
+    def step(s: Any, b: Any) -> Any:
+        made, loss = train(s, {"ids": b["ids"], "y": b["y"]})
+        return made, {"loss": loss}
+
+    def prep(raw: Any) -> Any:
+        ids = [pp.sigrid_hash(raw[f"C{k}"], k, ROWS) for k in range(FIELDS)]
+        return {"ids": jnp.stack(ids, 1), "y": pp.clamp(raw["y"], 0.0, 1.0)}
+
+    rng = np.random.default_rng(2)
+    raws = [
+        {f"C{k}": rng.integers(0, 1 << 30, 64) for k in range(FIELDS)}
+        | {"y": rng.random(64, np.float32)}
+        for _ in range(12)
+    ]
+    pipe = corun.Pipeline(prep, step, options=options)
+    plan = pipe.make_plan(state(), raws[0])
+    kernels = tuple(dataclasses.replace(k, stage="rest", share=0.25) for k in plan.kernels)
+    stages = (Stage("bwd", 500.0, 0.5, 0.5), Stage("rest", 500.0, 0.5, 0.5))
+    pipe.follow(dataclasses.replace(plan, kernels=kernels, stages=stages))
+    found = [float(m["loss"]) for _, m in pipe.run(state(), raws)]
+    now, wanted = state(), []
+    for raw in raws:
+        now, m = step(now, pipe.prepare(raw))
+        wanted.append(float(m["loss"]))
+    assert len(set(wanted)) == len(wanted)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)  # on a GPU scatters are sums by atomics
+    engine = pipe._made_engine
+    assert engine is not None and engine.stats()["marks"] == len(raws)
+    return pipe.report()
+
+
+@pytest.mark.skipif(cuda_emulation.missing() is not None, reason=str(cuda_emulation.missing()))
+def test_kernels_start_behind_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_emulated", (make, 4))
+    report = behind_gradients(corun.Options(runtime="stream", slots=2))
+    assert report.late[1] == 12 and report.late[0] <= 1  # the first batch has no step before it
 
 
 ODD = {

@@ -70,7 +70,10 @@ def measure(context: Context, number: int, size: int) -> Result:
     step = jax.jit(model.step, donate_argnums=0)
     with context.progress.step(f"RAP plan {number}: raw batches"):
         distinct = list(plan.raw_batches(2 if quick else DISTINCT, size))
-    raws = [distinct[k % len(distinct)] for k in range(12 if quick else STEPS if number < 2 else LONG_STEPS)]
+    raws = [
+        distinct[k % len(distinct)]
+        for k in range(12 if quick else STEPS if number < 2 else LONG_STEPS)
+    ]
     what = f"RAP plan {number}, {plan.operators} operators, batch {size}"
     options = corun.Options(
         slots=SLOTS, probe=True, profile=True, copy=False, runtime="stream", steps_in_flight=AHEAD
