@@ -22,7 +22,7 @@ from tests.helpers import ids, table
 
 pytestmark = pytest.mark.once
 
-PLAIN, REGION, JAGGED = 0, 1, 2
+PLAIN, REGION, JAGGED, RUNS = 0, 1, 2, 3
 MAGIC = 0x48434E554C4D4352
 TILE = np.dtype(
     [("words", "i8"), ("bag0", "i8"), ("bags", "i4"), ("cls", "i4")]
@@ -239,9 +239,16 @@ def jagged(n: int, bags: int, positions: int) -> Call:
     return call.resized(7, bags * positions).resized(6, bags + 1).resized(5, bags)
 
 
+def formed(call: Call, form: int) -> Call:
+    """The same with jagged classes of that form, whatever their code is."""
+    classes = [(c, form if f in (JAGGED, RUNS) else f, *rest) for c, f, *rest in call.classes]
+    return dataclasses.replace(call, classes=classes)
+
+
 @pytest.mark.parametrize("positions", [1, 20, 400])
-def test_jagged_tiles_fit_the_stage(positions):
-    call = jagged(1, 8000, positions)
+@pytest.mark.parametrize("form", [JAGGED, RUNS])
+def test_jagged_tiles_fit_the_stage(positions, form):
+    call = formed(jagged(1, 8000, positions), form)
     (launch,) = call.plan(sms=1)
     check_tiles(call, [launch])
     assert max(launch["tiles"]["bags"]) * (positions + 1) * 4 <= 0.9 * 16384  # limits, too
@@ -262,8 +269,32 @@ def test_vectors_of_jagged_bags_need_near_rows(far):
         call, results=[(t, [n if n == 5 else wide for n in dims]) for t, dims in call.results]
     )
     tiles = np.concatenate([launch["tiles"] for launch in found.plan()])
-    aligned = [bool(t["aligned"]) for t in tiles if call.classes[t["cls"]][1] == JAGGED]
+    aligned = [bool(t["aligned"]) for t in tiles if call.classes[t["cls"]][1] in (JAGGED, RUNS)]
     assert aligned and aligned == [not far] * len(aligned)
+
+
+def test_jagged_tiles_do_not_depend_on_what_is_chosen_for_others():
+    """Runs join a bag's parts where tiles end: tuning must not move those."""
+
+    def model(*args: Any) -> Any:
+        t, u, splits, x, y = args
+        seg = jnp.searchsorted(splits, jnp.arange(7), side="right") - 1
+        return jnp.concatenate([u[y]] * 9, axis=1), jax.ops.segment_sum(t[x], seg, num_segments=5)
+
+    call = call_of(
+        model, table(50, 16), table(50, 8), jnp.zeros(6, jnp.int32), ids((7,), 50), ids((5,), 50)
+    )
+    call = call.resized(7, 60_000).resized(6, 4097).resized(5, 4096)
+    n = 4 + 4 * len(call.classes)
+    words = call.words()
+    found = []
+    for run, tiles in ((0, 0), (32, 4), (512, 64)):
+        tuned = [MAGIC, 2, *words[2:4], 0, run, tiles, *words[4:n], *words[n:]]
+        (launch,) = call.plan(sms=4, words=tuned)
+        jagged_ones = [call.classes[k][1] in (JAGGED, RUNS) for k in launch["tiles"]["cls"]]
+        found.append((launch["tiles"][jagged_ones].tolist(), len(launch["tiles"])))
+    assert len({n for _, n in found}) > 1
+    assert all(tiles == found[0][0] for tiles, _ in found)
 
 
 def test_jagged_tiles_shrink():
@@ -351,7 +382,7 @@ def test_alignment_of_results():
     assert not launch["tiles"]["aligned"].any()  # rows of 11 features
 
 
-@pytest.mark.parametrize("fault", range(16))
+@pytest.mark.parametrize("fault", range(17))
 def test_malformed_launch_words(fault):
     call = lookups(3, 8)
     good = call.words()
@@ -375,6 +406,7 @@ def test_malformed_launch_words(fault):
             for k, v in (
                 (cls, 99),
                 (cls + 1, 2),
+                (cls + 1, 3),
                 (cls + 2, scalar_slot),
                 (cls + 2, -1),
                 (cls + 3, 3),

@@ -9,7 +9,7 @@ from recom_jax.cuda.text import KINDS, TYPES, Variant
 from recom_jax.cuda.units import JAGGED, closure, reads, size_of, writes
 from recom_jax.program import Instr
 
-LANES = 4  # of a row, at most: wider rows are bound by memory, not by what happens between bags
+LANES = 32  # of a row, at most: all that a warp holds
 _NUMBERS = frozenset({"LOAD", "CONST", "BINARY", "SELECT", "CONVERT", "UNARY", "BITCAST", "INDEX"})
 
 
