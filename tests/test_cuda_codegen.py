@@ -111,6 +111,16 @@ def splits() -> Any:
     return fn, (table(50, 40), ids(40, 50), jnp.arange(B, dtype=jnp.int32) * 5)
 
 
+def runs() -> Any:
+    """Jagged sums of narrow rows: a tile's positions are dealt out evenly."""
+
+    def fn(t: Any, i: Any, first: Any) -> Any:
+        s = jnp.searchsorted(first, jnp.arange(i.shape[0]), side="right") - 1
+        return jax.ops.segment_sum(t[i], s, first.shape[0])
+
+    return fn, (table(50, 8), ids(40, 50), jnp.arange(B, dtype=jnp.int32) * 5)
+
+
 def one_hot() -> Any:
     """Products with a one-hot matrix: NaN in rows that are not selected counts."""
     return (lambda t, i: jax.nn.one_hot(i, 11) @ t), (table(11, 8), ids(B, 11))
@@ -123,7 +133,7 @@ def masked() -> Any:
 
 PROGRAMS: dict[str, Callable[[], Any]] = {
     f.__name__: f
-    for f in (lookup, columns, boundaries, weighted, largest, jagged, splits, one_hot, masked)
+    for f in (lookup, columns, boundaries, weighted, largest, jagged, splits, runs, one_hot, masked)
 }
 
 
@@ -156,7 +166,7 @@ def test_no_file_is_left_over() -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_long_bags_change_jagged_bags_alone(name: str) -> None:
-    assert (source(name, LONG_BAGS) != source(name)) == (name in ("jagged", "splits"))
+    assert (source(name, LONG_BAGS) != source(name)) == (name in ("jagged", "splits", "runs"))
     assert "long" not in source(name)
 
 

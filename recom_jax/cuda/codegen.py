@@ -46,8 +46,9 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
         for k, cls in enumerate(units.classes)
         for variant in (jagged if cls.form == JAGGED else (Variant.USUAL,))
     ]
+    runs = [Body(cls, k, schedule).summed() is not None for k, cls in enumerate(units.classes)]
     lines = [
-        '#include "recom_runs.cuh"',
+        f'#include "recom_{"runs" if any(runs) else "tile"}.cuh"',
         "",
         "namespace recom_cuda {",
         "",
@@ -65,9 +66,8 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
         len(units.units),
         *(schedule.plan if tuned else ()),
     ]
-    for k, cls in enumerate(units.classes):
-        form = RUNS if Body(cls, k, schedule).summed() else cls.form
-        words += [cls.number, form, cls.width_slot, cls.vec]
+    for cls, has in zip(units.classes, runs, strict=True):
+        words += [cls.number, RUNS if has else cls.form, cls.width_slot, cls.vec]
     for unit in units.units:
         words += unit
     return Generated("\n".join(lines), np.array(words, np.int64).tobytes())

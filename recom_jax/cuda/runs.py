@@ -9,7 +9,7 @@ from recom_jax.cuda.text import KINDS, TYPES, Variant
 from recom_jax.cuda.units import JAGGED, closure, reads, size_of, writes
 from recom_jax.program import Instr
 
-LANES = 32  # of a row, at most: all that a warp holds
+LANES = 8  # of a row, at most: of wider ones, memory takes longer than what happens between bags
 _NUMBERS = frozenset({"LOAD", "CONST", "BINARY", "SELECT", "CONVERT", "UNARY", "BITCAST", "INDEX"})
 
 

@@ -232,11 +232,12 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   }();
   if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_0, t.bags))) return class_0<kVec, false>(p, t);
   Limits<0, 16384> limits_0(t, tile_0);
-  if (kStaged) limits_0.find(t, tile_0, [&](i32 at) -> Range {
+  bool in_order_0 = true;
+  if (kStaged) in_order_0 = limits_0.find(t, tile_0, [&](i32 at) -> Range {
     const i32 total = static_cast<i32>(s2);
     return range_in(seg_0, total, at);
   });
-  Staged<i32, 0, 16384> staged_2(tile_0);
+  Staged<i32, 0, 16384> staged_2(b7, tile_0);
   if (kStaged) staged_2.copy(b7, tile_0);
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
   for (Turn turn(t, me.step); turn.at < bags; turn.end()) {

@@ -118,11 +118,12 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   }();
   if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_3, t.bags))) return class_0<kVec, false>(p, t);
   Limits<0, 16384> limits_3(t, tile_3);
-  if (kStaged) limits_3.find(t, tile_3, [&](i32 at) -> Range {
+  bool in_order_3 = true;
+  if (kStaged) in_order_3 = limits_3.find(t, tile_3, [&](i32 at) -> Range {
     const i32 total = static_cast<i32>(s2);
     return split_range(splits_3, s7, total, at);
   });
-  Staged<i32, 0, 16384> staged_5(tile_3);
+  Staged<i32, 0, 16384> staged_5(b10, tile_3);
   if (kStaged) staged_5.copy(b10, tile_3);
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
   for (Turn turn(t, me.step); turn.at < bags; turn.end()) {
