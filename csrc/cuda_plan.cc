@@ -285,8 +285,8 @@ class Planner {
     for (const Group& g : groups) {
       total += g.geometry.pass_cost * g.passes;
       passes += g.passes;
-      // Runs join a bag's parts where tiles end, so that jagged tiles must not depend on a choice of
-      // others' tiles: tuning would change the last bits of a sum.
+      // Runs join a bag's parts where tiles end, so that jagged tiles must not depend on a choice
+      // of others' tiles: tuning would change the last bits of a sum.
       if (recom_cuda::is_jagged(units[g.unit].shape.form)) {
         left += g.geometry.pass_cost * g.passes;
       }

@@ -17,16 +17,6 @@ _FORMS = ("kPlain", "kRegion", "kJagged")
 class Body(Runs):
     """Writes the function of one unit class."""
 
-    @property
-    def turns(self) -> bool:
-        """Whether warps take bags as they get ready."""
-        return self.u.form == JAGGED and self.variant is Variant.USUAL
-
-    @property
-    def takes_blocks(self) -> bool:
-        """Whether warps leave long bags to their block."""
-        return self.turns and self.schedule.long
-
     def text(self) -> list[str]:
         u = self.u
         stride = 1 + len(self.cls.slots)

@@ -27,6 +27,16 @@ class Summed:
 class Runs(Regions):
     """Adds tiles whose positions are dealt out evenly."""
 
+    @property
+    def turns(self) -> bool:
+        """Whether warps take bags as they get ready."""
+        return self.u.form == JAGGED and self.variant is Variant.USUAL
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether warps leave long bags to their block."""
+        return self.turns and self.schedule.long
+
     def summed(self) -> Summed | None:
         """The parts of a class that `runs` has code for; None for any other."""
         u = self.u
