@@ -19,6 +19,11 @@ constexpr double kStep = 0.25;      // of a search: its first steps hit the cach
 // than it saves.
 constexpr double kJaggedPositions = 1.4;
 
+// Tiles that deal out their positions: how many a resident block still gets of what is left, and
+// what one costs at most. Wide rows are bound by memory: smaller tiles of them are of fewer tables
+// at a time, which the second-level cache then holds.
+constexpr double kRunShares = 1.5, kMostRunCost = 40000;
+
 int floor_power_of_two(double x) {
   int p = 1;
   while (p < 32 && 2 * p <= x) p *= 2;
@@ -77,6 +82,18 @@ int64_t jagged_passes(const UnitShape& u, const Geometry& g, int64_t bags_per_pa
   const double passes = std::max(share / g.pass_cost, double{kMaxPasses});
   const double fit = kStageWords / ((u.positions + 1) * static_cast<double>(bags_per_pass));
   return static_cast<int64_t>(std::max(std::min(passes, fit), 1.0));
+}
+
+double run_cost(const UnitShape& u, const Geometry& g) {
+  return static_cast<double>(u.bags) * u.positions * (kRunPosition + g.lanes);
+}
+
+int64_t run_bags(const UnitShape& u, const Geometry& g, double left, int sms) {
+  const double share = left / (kRunShares * kJaggedBlocks * sms);
+  const double cost = std::clamp(share, kLeastRunCost, kMostRunCost);
+  const double positions = cost / (kRunPosition + g.lanes);
+  const double fit = kRunStageWords / (u.positions + 1);
+  return static_cast<int64_t>(std::max(std::min(positions / std::max(u.positions, 1.0), fit), 1.0));
 }
 
 PlanChoice chosen(PlanChoice choice, bool uneven, double threads, int sms) {

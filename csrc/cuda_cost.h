@@ -20,6 +20,10 @@ inline constexpr int kJaggedBlocks = 5;
 // Positions and bags that a tile of jagged bags aims at, at most: with some to spare, 4-byte ids
 // and limits of so many fit its stage of shared memory (kStageBytes in recom_tile.cuh).
 inline constexpr double kStageWords = 3580;
+// Tiles that deal out their positions: what a position costs beside the lanes of its row, what a
+// tile should cost at least, for its beginning takes as long as half of that, and words as above
+// for the larger stage of such kernels (runs.py).
+inline constexpr double kRunPosition = 4, kLeastRunCost = 10000, kRunStageWords = 5370;
 // A store's run of adjacent columns: a whole cache line, or two sectors of 32 bytes, likewise.
 inline constexpr int64_t kRunBytes = 128, kEvenRunBytes = 64;
 
@@ -61,6 +65,11 @@ int columns_per_tile(const UnitShape& unit, const Geometry& g, int64_t result_by
 // beginning. (Guided self-scheduling, Polychronopoulos and Kuck 1987.)
 int64_t jagged_passes(const UnitShape& unit, const Geometry& g, int64_t bags_per_pass, double left,
                       int sms);
+
+// Bags of a tile that deals out its positions, likewise. `left`: of run_cost.
+int64_t run_bags(const UnitShape& unit, const Geometry& g, double left, int sms);
+// What all bags of a unit cost so.
+double run_cost(const UnitShape& unit, const Geometry& g);
 
 // What is left to the model in `choice`. `uneven`: some bags are jagged.
 PlanChoice chosen(PlanChoice choice, bool uneven, double threads, int sms);

@@ -281,13 +281,16 @@ class Planner {
       }
       i = end;
     }
-    double total = 0, passes = 0, left = 0;
+    double total = 0, passes = 0, left = 0, runs_left = 0;
     for (const Group& g : groups) {
       total += g.geometry.pass_cost * g.passes;
       passes += g.passes;
       // Runs join a bag's parts where tiles end, so that jagged tiles must not depend on a choice
       // of others' tiles: tuning would change the last bits of a sum.
-      if (recom_cuda::is_jagged(units[g.unit].shape.form)) {
+      const Unit& u = units[g.unit];
+      if (runs(u)) {
+        runs_left += run_cost(u.shape, g.geometry);
+      } else if (recom_cuda::is_jagged(u.shape.form)) {
         left += g.geometry.pass_cost * g.passes;
       }
     }
@@ -300,6 +303,13 @@ class Planner {
     std::vector<Tile> tiles;
     for (const Group& g : groups) {
       const Unit& u = units[g.unit];
+      if (runs(u)) {
+        const int64_t most = std::max(run_bags(u.shape, g.geometry, runs_left, call_.sms),
+                                      least > 1 ? least * g.bags_per_pass : 1);
+        runs_left -= run_cost(u.shape, g.geometry);
+        put_tiles(u, g, first_word[g.unit], most, &tiles);
+        continue;
+      }
       const bool jagged = recom_cuda::is_jagged(u.shape.form);
       const int64_t wanted =
           jagged ? jagged_passes(u.shape, g.geometry, g.bags_per_pass, left, call_.sms)
@@ -308,13 +318,23 @@ class Planner {
       if (jagged) left -= g.geometry.pass_cost * static_cast<double>(g.passes);
       const int64_t n = (g.passes + each - 1) / each;
       const int64_t even = (g.passes + n - 1) / n;  // passes of equal tiles
-      const int64_t step = even * g.bags_per_pass;
-      for (int64_t bag = 0; bag < u.shape.bags; bag += step) {
-        const int bags = static_cast<int>(std::min(step, u.shape.bags - bag));
-        tiles.push_back(tile(u, g, first_word[g.unit], bag, bags));
-      }
+      put_tiles(u, g, first_word[g.unit], even * g.bags_per_pass, &tiles);
     }
     return tiles;
+  }
+
+  // Whether a unit's tiles deal out their positions.
+  static bool runs(const Unit& u) { return u.shape.form == recom_cuda::kRuns && u.aligned; }
+
+  // Tiles of at most so many bags each.
+  static void put_tiles(const Unit& u, const Group& g, int64_t words, int64_t most,
+                        std::vector<Tile>* tiles) {
+    const int64_t n = (u.shape.bags + most - 1) / most;
+    const int64_t step = runs(u) ? (u.shape.bags + n - 1) / n : most;
+    for (int64_t bag = 0; bag < u.shape.bags; bag += step) {
+      const int bags = static_cast<int>(std::min(step, u.shape.bags - bag));
+      tiles->push_back(tile(u, g, words, bag, bags));
+    }
   }
 
   static Tile tile(const Unit& u, const Group& g, int64_t words, int64_t bag, int bags) {

@@ -17,6 +17,8 @@ from recom_jax import _recom, pipeline, trace
 from recom_jax.cpu import encode
 from recom_jax.cpu.encode import constants
 from recom_jax.cuda import codegen
+from recom_jax.cuda.regions import STAGE_BYTES
+from recom_jax.cuda.runs import STAGE_BYTES as RUN_STAGE_BYTES
 from recom_jax.program import DIM, OPERAND, RESULT, Program
 from tests.helpers import ids, table
 
@@ -251,7 +253,8 @@ def test_jagged_tiles_fit_the_stage(positions, form):
     call = formed(jagged(1, 8000, positions), form)
     (launch,) = call.plan(sms=1)
     check_tiles(call, [launch])
-    assert max(launch["tiles"]["bags"]) * (positions + 1) * 4 <= 0.9 * 16384  # limits, too
+    stage = STAGE_BYTES if form == JAGGED else RUN_STAGE_BYTES
+    assert max(launch["tiles"]["bags"]) * (positions + 1) * 4 <= 0.9 * stage  # limits, too
 
 
 @pytest.mark.parametrize("far", [False, True])

@@ -170,7 +170,7 @@ def test_what_has_runs() -> None:
 )
 def test_what_has_none(kind: str) -> None:
     """Sums that a run has no code for are taken bag by bag, as before."""
-    dim = {"wide rows": 64, "odd width": 3}.get(kind, 8)
+    dim = {"wide rows": 256, "odd width": 3}.get(kind, 8)
     table = np.zeros((ROWS, dim), np.float32)
     x, splits = ids(0.0)[0] % ROWS, splits_of([50, 60])
     weights = np.ones(POSITIONS, np.float32)

@@ -5,7 +5,8 @@ Bag space is straight-line code, run once a bag and lane; regions.py has the loo
 
 from __future__ import annotations
 
-from recom_jax.cuda.regions import BAGS
+from recom_jax.cuda.regions import BAGS, STAGE_BYTES
+from recom_jax.cuda.runs import STAGE_BYTES as RUN_STAGE_BYTES
 from recom_jax.cuda.runs import Runs
 from recom_jax.cuda.text import TYPES, Unsupported, Variant
 from recom_jax.cuda.units import JAGGED, PLAIN, walk
@@ -35,7 +36,7 @@ class Body(Runs):
         summed = self.summed()
         self.depth = 1
         self.checks: list[str] = []
-        before = self.before(limits_last=summed is not None)
+        before = self.before(summed is not None)
         runs = self.runs(summed, list(self.checks)) if summed else []
         rows = (
             "numbers"
@@ -110,7 +111,7 @@ class Body(Runs):
             ]
         return [*head, *before, *loop, "}"]
 
-    def before(self, limits_last: bool) -> list[str]:
+    def before(self, summed: bool) -> list[str]:
         """What the whole block finds out before its first bag."""
         one_hot = [i for i in walk(self.u.code) if i.op in ("TAKE", "POOL") and i.args[0]]
         for i in one_hot:
@@ -126,7 +127,7 @@ class Body(Runs):
         for i in self.u.code:
             if i.op == "JREGION":
                 self.ascending(i)
-        self.stage(limits_last)
+        self.stage(summed, RUN_STAGE_BYTES if summed else STAGE_BYTES)
         if self.variant is Variant.LONG:
             self.long_test()
         out, self.lines = self.lines, []

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from recom_jax.cuda.body import Body, Unsupported
+from recom_jax.cuda.runs import STAGE_BYTES
 from recom_jax.cuda.text import Schedule, Variant
 from recom_jax.cuda.units import JAGGED, RUNS, Units, units_of, walk
 from recom_jax.program import Program
@@ -48,6 +49,7 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
     ]
     runs = [Body(cls, k, schedule).summed() is not None for k, cls in enumerate(units.classes)]
     lines = [
+        *([f"#define RECOM_STAGE_BYTES {STAGE_BYTES}"] if any(runs) else []),
         f'#include "recom_{"runs" if any(runs) else "tile"}.cuh"',
         "",
         "namespace recom_cuda {",

@@ -18,7 +18,7 @@ from recom_jax.program import Instr, Reg
 BAGS = {"SPLITS": "SplitBags", "LENGTHS": "LengthBags"}
 # What cp.async copies (recom_tile.cuh).
 _STAGED = ("int32", "int64", "uint32", "uint64", "float32", "float64")
-_STAGE_BYTES = 16384
+STAGE_BYTES = 16384
 
 
 class Regions(Pools):
@@ -261,9 +261,9 @@ class Regions(Pools):
             return f"bags_{seg}.range(total, {bag})"
         return f"split_range(splits_{seg}, {self.slot(splits[3])}, total, {bag})"
 
-    def stage(self, limits_last: bool = False) -> None:
-        """Has the tile's part of what positions read brought to shared memory."""
-        each = _STAGE_BYTES // max(sum(len(loads) for _, loads in self.staged), 1) // 16 * 16
+    def stage(self, limits_last: bool = False, size: int = STAGE_BYTES) -> None:
+        """Has the tile's part of what positions read brought to `size` bytes of shared memory."""
+        each = size // max(sum(len(loads) for _, loads in self.staged), 1) // 16 * 16
         first = 0
         for i, loads in self.staged:
             seg, kinds = i.args[1], list[tuple[str, Instr]]()

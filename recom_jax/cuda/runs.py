@@ -9,7 +9,8 @@ from recom_jax.cuda.text import KINDS, TYPES, Variant
 from recom_jax.cuda.units import JAGGED, closure, reads, size_of, writes
 from recom_jax.program import Instr
 
-LANES = 8  # of a row, at most: of wider ones, memory takes longer than what happens between bags
+LANES = 32  # of a row, at most: all that a warp holds
+STAGE_BYTES = 24576  # of shared memory for a tile, in kernels that have runs: kRunStageWords in csrc/cuda_cost.h
 _NUMBERS = frozenset({"LOAD", "CONST", "BINARY", "SELECT", "CONVERT", "UNARY", "BITCAST", "INDEX"})
 
 

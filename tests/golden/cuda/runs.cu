@@ -1,4 +1,5 @@
 // Jagged sums of narrow rows: a tile's positions are dealt out evenly.
+#define RECOM_STAGE_BYTES 24576
 #include "recom_runs.cuh"
 
 namespace recom_cuda {
@@ -116,10 +117,10 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
     const Range begin = split_range(splits_3, s7, total, t.bag0);
     return Range{begin.begin, split_range(splits_3, s7, total, t.bag0 + t.bags - 1).end};
   }();
-  if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_3, t.bags))) return class_0<kVec, false>(p, t);
-  Staged<i32, 0, 16384> staged_5(b10, tile_3);
+  if (kStaged && !(Staged<i32, 0, 24576>::fits(tile_3, t.bags))) return class_0<kVec, false>(p, t);
+  Staged<i32, 0, 24576> staged_5(b10, tile_3);
   if (kStaged) staged_5.copy(b10, tile_3);
-  Limits<0, 16384> limits_3(t, tile_3);
+  Limits<0, 24576> limits_3(t, tile_3);
   bool in_order_3 = true;
   if (kStaged) in_order_3 = limits_3.find(t, tile_3, [&](i32 at) -> Range {
     const i32 total = static_cast<i32>(s2);

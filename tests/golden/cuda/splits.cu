@@ -1,5 +1,6 @@
 // Jagged bags given by where each begins.
-#include "recom_tile.cuh"
+#define RECOM_STAGE_BYTES 24576
+#include "recom_runs.cuh"
 
 namespace recom_cuda {
 
@@ -116,90 +117,110 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
     const Range begin = split_range(splits_3, s7, total, t.bag0);
     return Range{begin.begin, split_range(splits_3, s7, total, t.bag0 + t.bags - 1).end};
   }();
-  if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_3, t.bags))) return class_0<kVec, false>(p, t);
-  Limits<0, 16384> limits_3(t, tile_3);
+  if (kStaged && !(Staged<i32, 0, 24576>::fits(tile_3, t.bags))) return class_0<kVec, false>(p, t);
+  Staged<i32, 0, 24576> staged_5(b10, tile_3);
+  if (kStaged) staged_5.copy(b10, tile_3);
+  Limits<0, 24576> limits_3(t, tile_3);
   bool in_order_3 = true;
   if (kStaged) in_order_3 = limits_3.find(t, tile_3, [&](i32 at) -> Range {
     const i32 total = static_cast<i32>(s2);
     return split_range(splits_3, s7, total, at);
   });
-  Staged<i32, 0, 16384> staged_5(b10, tile_3);
-  if (kStaged) staged_5.copy(b10, tile_3);
-  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
-  for (Turn turn(t, me.step); turn.at < bags; turn.end()) {
-    turn.draw(me.thread);
-    const bool on = turn.at + me.first < bags;
-    const i32 bag = on ? turn.at + me.first : bags - 1;
-    for (i32 chunk = 0; chunk < 40; chunk += kLanes * kVec) {
-      const i32 mine = chunk + me.lane * kVec;
-      const bool has = on && mine < 40;
-      const i32 f = mine < 40 ? mine : 0;
-      Row<f32, kVec> r4 = spread<kVec>(start_of<kMax>(immediate<f32>(static_cast<i64>(4286578688ull)), me.slice));
-      {
-        const i32 total = static_cast<i32>(s2);
-        const auto span_of = [&](i32 at) -> Range {
-          if constexpr (kStaged) return limits_3.of(at);
-          else return split_range(splits_3, s7, total, at);
-        };
-        const Range span = span_of(bag);
-        constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
-        const i32 end = span.end;
-        struct Read { i32 r5; };
-        const auto read = [&](i32 at_q) -> Read {
-          const i32 q = at_q < end ? at_q : 0;
-          Read found;
-          if constexpr (kStaged) found.r5 = staged_5.at(at_q); else found.r5 = load_one(b10 + q);
-          return found;
-        };
-        struct Position {
-          bool in; i32 r11;
-        };
-        const auto numbers = [&](i32 at_q, const Read& raw) -> Position {
-          Position now;
-          const bool in = at_q < end;
-          const i32 r5 = raw.r5;
-          const i32 r6 = immediate<i32>(0);
-          const pred r7 = x_lt(r5, r6);
-          const i32 r8 = immediate<i32>(50);
-          const i32 r9 = x_add(r5, r8);
-          const i32 r10 = x_select(r7, r5, r9);
-          const i32 r11 = index_clip<i32>(r10, 50);
-          now.in = in;
-          now.r11 = in ? r11 : static_cast<i32>(kSkipped);
-          return now;
-        };
-        const auto* const mine4 = kept(b15 + f);
-        const i32 most = team.most(end - span.begin);
-        for (i32 done = 0; done < most; done += kOwn * team.size) {
-          const i32 q0 = span.begin + done;
-          Position now[kOwn];
-          Read raw[kOwn];
-          #pragma unroll
-          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
-          #pragma unroll
-          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
-          #pragma unroll 1
-          for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (done + g * kSlices >= most) break;
-            i32 r11[kFlight];
-            share_flight<kFlight>(team, r11, g, [&](int i) { return now[i].r11; });
-            Row<f32, kVec> x4[kFlight];
+  if constexpr (kStaged) {
+    if (!tile_is_there(ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7) && in_order_3)) return class_0_any(p);
+    const Run<kLanes> run(tile_3);
+    const i32 mine = run.lane * kVec, f = mine < 40 ? mine : 0;
+    const auto number = [&](i32 r5) -> i32 {
+      const i32 r6 = immediate<i32>(0);
+      const pred r7 = x_lt(r5, r6);
+      const i32 r8 = immediate<i32>(50);
+      const i32 r9 = x_add(r5, r8);
+      const i32 r10 = x_select(r7, r5, r9);
+      const i32 r11 = index_clip<i32>(r10, 50);
+      return r11;
+    };
+    const auto done = [&](i32 bag, const Row<f32, kVec>& sum) {
+      if (mine < 40) store(out + row_offset<true>(bag, 40) + f, sum);
+    };
+    sum_runs<kMax, 4, true>(run, t, limits_3, staged_5, kept(b15 + f), 40,
+        spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull))), immediate<f32>(0), number, done);
+  } else {
+    const i32 bags = static_cast<i32>(t.bag0) + t.bags;
+    for (Turn turn(t, me.step); turn.at < bags; turn.end()) {
+      turn.draw(me.thread);
+      const bool on = turn.at + me.first < bags;
+      const i32 bag = on ? turn.at + me.first : bags - 1;
+      for (i32 chunk = 0; chunk < 40; chunk += kLanes * kVec) {
+        const i32 mine = chunk + me.lane * kVec;
+        const bool has = on && mine < 40;
+        const i32 f = mine < 40 ? mine : 0;
+        Row<f32, kVec> r4 = spread<kVec>(start_of<kMax>(immediate<f32>(static_cast<i64>(4286578688ull)), me.slice));
+        {
+          const i32 total = static_cast<i32>(s2);
+          const auto span_of = [&](i32 at) -> Range {
+            if constexpr (kStaged) return limits_3.of(at);
+            else return split_range(splits_3, s7, total, at);
+          };
+          const Range span = span_of(bag);
+          constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
+          const i32 end = span.end;
+          struct Read { i32 r5; };
+          const auto read = [&](i32 at_q) -> Read {
+            const i32 q = at_q < end ? at_q : 0;
+            Read found;
+            if constexpr (kStaged) found.r5 = staged_5.at(at_q); else found.r5 = load_one(b10 + q);
+            return found;
+          };
+          struct Position {
+            bool in; i32 r11;
+          };
+          const auto numbers = [&](i32 at_q, const Read& raw) -> Position {
+            Position now;
+            const bool in = at_q < end;
+            const i32 r5 = raw.r5;
+            const i32 r6 = immediate<i32>(0);
+            const pred r7 = x_lt(r5, r6);
+            const i32 r8 = immediate<i32>(50);
+            const i32 r9 = x_add(r5, r8);
+            const i32 r10 = x_select(r7, r5, r9);
+            const i32 r11 = index_clip<i32>(r10, 50);
+            now.in = in;
+            now.r11 = in ? r11 : static_cast<i32>(kSkipped);
+            return now;
+          };
+          const auto* const mine4 = kept(b15 + f);
+          const i32 most = team.most(end - span.begin);
+          for (i32 done = 0; done < most; done += kOwn * team.size) {
+            const i32 q0 = span.begin + done;
+            Position now[kOwn];
+            Read raw[kOwn];
             #pragma unroll
-            for (int u = 0; u < kFlight; ++u) {
-              if (r11[u] >= 0) x4[u] = fetch<f32, kVec, true>(mine4, r11[u], 40);
-            }
+            for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
             #pragma unroll
-            for (int u = 0; u < kFlight; ++u) {
-              if (r11[u] >= 0) r4 = combine<kMax>(r4, x4[u]);
+            for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
+            #pragma unroll 1
+            for (int g = 0; g < kOwn * kShare; g += kFlight) {
+              if (done + g * kSlices >= most) break;
+              i32 r11[kFlight];
+              share_flight<kFlight>(team, r11, g, [&](int i) { return now[i].r11; });
+              Row<f32, kVec> x4[kFlight];
+              #pragma unroll
+              for (int u = 0; u < kFlight; ++u) {
+                if (r11[u] >= 0) x4[u] = fetch<f32, kVec, true>(mine4, r11[u], 40);
+              }
+              #pragma unroll
+              for (int u = 0; u < kFlight; ++u) {
+                if (r11[u] >= 0) r4 = combine<kMax>(r4, x4[u]);
+              }
             }
           }
+          if (kShare == 1 || most > 0) join_rows<kMax, kLanes>(r4, kSlices, me.thread); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
         }
-        if (kShare == 1 || most > 0) join_rows<kMax, kLanes>(r4, kSlices, me.thread); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
+        if (has && me.slice == 0) store(out + row_offset<kStaged>(bag, 40) + f, r4);
       }
-      if (has && me.slice == 0) store(out + row_offset<kStaged>(bag, 40) + f, r4);
     }
+    if (!block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7)) return class_0_any(p);
   }
-  if (!block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7)) return class_0_any(p);
 }
 
 }  // namespace recom_cuda
