@@ -16,12 +16,10 @@ import numpy as np
 
 from recom_jax.corun import pull
 from recom_jax.corun.cost import BLOCKS
-from recom_jax.corun.lanes import widened
 from recom_jax.corun.rules import Leaf, pulled
 from recom_jax.corun.symbols import Number, Unsupported, Writer, canonical, filled, type_of
 
 TILE = 1024  # elements: four for each thread of a block
-LANES = 2  # elements that a thread computes at a time
 
 TILE_TYPE = np.dtype(
     [("first", "<i8"), ("count", "<i4"), ("cls", "<i4"), ("words", "<i4"), ("unused", "<i4")]
@@ -116,7 +114,6 @@ def compile_prep(prep: Callable[[Any], Any], raw_like: Any) -> PrepKernels:
     for k, d in enumerate(drafts):
         classes.setdefault(d.text, []).append(k)
     texts: list[str] = []
-    cases: list[str] = []
     units: dict[int, Unit] = {}
     words: list[int] = []
     for c, (text, members) in enumerate(classes.items()):
@@ -127,10 +124,7 @@ def compile_prep(prep: Callable[[Any], Any], raw_like: Any) -> PrepKernels:
             column[0].parameter(slot[k]) if k in slot else column[0].text()
             for k, column in enumerate(columns)
         ]
-        body = filled(text, names)
-        wide = widened(body)
-        texts.append((_CLASS if wide is None else _WIDE).format(c=c, body=wide or body))
-        cases.append((_CASE if wide is None else _WIDE_CASE).format(c=c))
+        texts.append(_CLASS.format(c=c, body=filled(text, names)))
         for k in members:
             d = drafts[k]
             units[k] = dataclasses.replace(d.unit, cls=c, words=len(words))
@@ -138,8 +132,11 @@ def compile_prep(prep: Callable[[Any], Any], raw_like: Any) -> PrepKernels:
     source = _SOURCE.format(
         blocks=BLOCKS,
         classes="\n".join(texts),
-        lanes=LANES,
-        cases="\n".join(cases),
+        cases="\n".join(
+            f"      case {c}: for (int i = threadIdx.x; i < t.count; i += blockDim.x) "
+            f"class_{c}(p, w, static_cast<int>(t.first) + i); break;"
+            for c in range(len(classes))
+        ),
     )
     consts = bytearray(sum(-(-len(k) // 16) * 16 for k in constants))
     for raw, place in constants.items():
@@ -235,14 +232,6 @@ def _draft(part: Part, name: str, result: Result, constants: dict[bytes, int]) -
     return _Draft(text, numbers, unit)
 
 
-_CASE = """      case {c}: for (int i = threadIdx.x; i < t.count; i += blockDim.x) \
-class_{c}(p, w, static_cast<int>(t.first) + i); break;"""
-_WIDE_CASE = """      case {c}: for (int i = threadIdx.x; i < t.count; i += U * blockDim.x) \
-class_{c}(p, w, Places(t, i)); break;"""
-
-_WIDE = """__device__ void class_{c}(const PrepParams& p, const Words& w, const Places& e) {{
-{body}
-}}"""
 _CLASS = """__device__ void class_{c}(const PrepParams& p, const Words& w, int e) {{
 {body}
 }}"""
@@ -284,24 +273,6 @@ RECOM_FN i32 sigrid_hash(u64 x, u64 salt, u64 limit) {{
   b ^= b >> 47;
   const i64 rest = static_cast<i64>(b * mul) % static_cast<i64>(limit);
   return static_cast<i32>(rest < 0 ? rest + static_cast<i64>(limit) : rest);
-}}
-constexpr int U = {lanes};  // elements of a thread at a time
-#define EACH _Pragma("unroll") for (int u = 0; u < U; ++u)
-struct Places {{
-  int at[U];
-  // Behind the tile's last element that one again: it is written twice, with one value.
-  RECOM_FN Places(const PrepTile& t, int i) {{
-    EACH {{
-      const int k = i + u * static_cast<int>(blockDim.x);
-      at[u] = static_cast<int>(t.first) + (k < t.count ? k : t.count - 1);
-    }}
-  }}
-  RECOM_FN int operator[](int u) const {{ return at[u]; }}
-}};
-RECOM_FN bool any(const bool (&wanted)[U]) {{
-  bool found = false;
-  EACH found = found || wanted[u];
-  return found;
 }}
 {classes}
 }}  // namespace recom_cuda
