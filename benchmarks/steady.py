@@ -12,7 +12,7 @@ import numpy as np
 import recom_jax
 from benchmarks.context import Context
 from benchmarks.record import Row
-from benchmarks.timing import Contestant, Samples, interleave
+from benchmarks.timing import Block, Contestant, Samples, interleave
 from benchmarks.workloads import Batch, Params, Workload
 from recom_jax import ffi
 
@@ -43,6 +43,7 @@ class Steady:
     batches: list[Batch]
     server: Any
     quiet: bool = True  # nobody compiled beside it
+    alternating: Mapping[str, Samples] = dataclasses.field(default_factory=dict)
 
     def of(self, name: str, inputs: str) -> Samples:
         return self.samples[f"{name} / {inputs}"]
@@ -125,8 +126,12 @@ def _stack_and_run(stack: Callable[[Any], Any], run: Callable[[Any], Any], batch
 
 
 def measure(context: Context, w: Workload, group: str, size: int, *, plain: bool = True, tuned: bool = True,
-            views: bool = True, empty: bool = False) -> Steady:  # fmt: skip
+            views: bool = True, empty: bool = False, block: Block | None = None,
+            more: Callable[[list[Batch], Any], list[Contestant]] = lambda batches, server: []) -> Steady:  # fmt: skip
     """Compiles every contestant, compares the results, and times them interleaved.
+
+    With `block` in blocks, and then once more one call of each after the other: `alternating`.
+    `more(batches, server)` gives further contestants.
 
     Raises:
       RuntimeError: a contestant's result is not that of the others.
@@ -141,6 +146,7 @@ def measure(context: Context, w: Workload, group: str, size: int, *, plain: bool
             server = recom_jax.optimize(w.fn).bind(params)
             runners = contestants(w, params, batches, server, plain=plain, tuned=tuned, views=views,
                                   empty=empty)  # fmt: skip
+            runners = [*more(batches, server), *runners]
         for c in runners:
             with progress.step(f"{group}: first call of {c.key}"):
                 begun = time.perf_counter()
@@ -156,14 +162,17 @@ def measure(context: Context, w: Workload, group: str, size: int, *, plain: bool
     differences = compare(outputs, outputs[list(outputs)[-1]])
     plan = context.settings.plan
     with context.turns.timed() as quiet:
-        samples = interleave(runners, plan, lambda it: progress.track(it, group, plan.rounds))
+        samples = interleave(
+            runners, plan, lambda it: progress.track(it, group, plan.rounds), block
+        )
+        alternating = interleave(runners, plan, block=Block(1)) if block else {}
     rows = tuple(
         Row.of(
             group, c, samples[c.key], first_s=first[c.key], max_difference=differences.get(c.key)
         )
         for c in runners
     )
-    return Steady(rows, samples, outputs, params, batches, server, quiet)
+    return Steady(rows, samples, outputs, params, batches, server, quiet, alternating)
 
 
 def compare(outputs: Mapping[str, np.ndarray], reference: np.ndarray) -> dict[str, float]:

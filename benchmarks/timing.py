@@ -1,7 +1,9 @@
 """Interleaved timing: every contestant takes its turn in every round, in one process."""
 
+import contextlib
 import dataclasses
 import gc
+import math
 import random
 import statistics
 import time
@@ -16,7 +18,8 @@ class Contestant:
     """One way to compute the same thing.
 
     `prepare(k)` makes the argument of the k-th call and is not timed; `call(argument)` is timed, until
-    its result is ready. `inputs` says what is handed over ("device", "numpy", ...).
+    its result is ready. `inputs` says what is handed over ("device", "numpy", ...). `turn()` is entered around each
+    of its turns: what runs beside its calls may not run beside the others'.
     """
 
     name: str
@@ -24,6 +27,7 @@ class Contestant:
     prepare: Callable[[int], Any]
     call: Callable[[Any], Any]
     note: str = ""
+    turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     @property
     def key(self) -> str:
@@ -85,17 +89,32 @@ class Plan:
     least_rounds: int = 8
 
 
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A turn as a server's: `calls` in a row, every one of them timed and counted, the first ones too.
+
+    Of what is slow fewer: a block ends once its calls took `ms` milliseconds.
+    """
+
+    calls: int = 50
+    ms: float = 150.0
+
+
 def interleave(
     contestants: Sequence[Contestant],
     plan: Plan,
     track: Callable[[Iterable[int]], Iterable[int]] = lambda rounds: rounds,
+    block: Block | None = None,
 ) -> Mapping[str, Samples]:
     """Times the contestants, which are compiled already, round robin.
 
     In each round each contestant, in an order that differs from round to round, makes one call that isn't
-    timed (the one before it has filled the caches) and `burst` calls that are. Python's garbage collector
-    runs between rounds alone.
+    timed (the one before it has filled the caches) and `burst` calls that are; or a block, in place of both.
+    Python's garbage collector runs between rounds alone.
     """
+    untimed = 1 if block is None else 0
+    calls = untimed + (plan.burst if block is None else block.calls)
+    longest = math.inf if block is None else block.ms
     order = random.Random(0)
     times: dict[str, list[tuple[float, ...]]] = {c.key: [] for c in contestants}
     if len(times) != len(contestants):
@@ -111,15 +130,18 @@ def interleave(
             if done >= plan.least_rounds and time.monotonic() - begun > plan.seconds:
                 break
             for c in order.sample(contestants, len(contestants)):
-                burst = []
-                for call in range(plan.burst + 1):
-                    argument = c.prepare(turn + call)
-                    ms, out = timed(c.call, argument)
-                    del argument, out
-                    if call:
-                        burst.append(ms)
+                burst: list[float] = []
+                with c.turn():
+                    for call in range(calls):
+                        argument = c.prepare(turn + call)
+                        ms, out = timed(c.call, argument)
+                        del argument, out
+                        if call >= untimed:
+                            burst.append(ms)
+                        if sum(burst) > longest:
+                            break
                 times[c.key].append(tuple(burst))
-            turn += plan.burst + 1
+            turn += calls
             gc.collect()
     finally:
         gc.unfreeze()

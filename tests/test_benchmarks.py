@@ -1,19 +1,30 @@
 """The benchmarks' machinery: what is written, rendered and compared. Never how long something took."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import compare, driver, machine, pieces, record, report, steady
-from benchmarks.cases import ALL, columns_e, gpu_profile
+from benchmarks.cases import ALL, columns_e, gpu_profile, gpu_serve
 from benchmarks.context import Context, Settings
 from benchmarks.record import Result, Row, Target
-from benchmarks.timing import Contestant, Plan, Samples, interleave, paired_difference, paired_ratio
+from benchmarks.timing import (
+    Block,
+    Contestant,
+    Plan,
+    Samples,
+    interleave,
+    paired_difference,
+    paired_ratio,
+)
 from benchmarks.turns import Turns
 
 pytestmark = pytest.mark.once
@@ -192,6 +203,46 @@ def test_interleaved_turns_and_statistics() -> None:
     assert paired_difference(a, b) == 3.0
     assert paired_ratio(a, b) == 3.0
     assert (a.median, a.percentile(0), a.percentile(100)) == (6.0, 3.0, 30.0)
+
+
+def test_every_call_of_a_block_counts() -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def turn() -> Iterator[None]:
+        seen.append("begin")
+        yield
+        seen.append("end")
+
+    quick = Contestant("quick", "x", lambda k: k, lambda k: seen.append("call"), turn=turn)
+    slow = Contestant("slow", "x", lambda k: k, lambda k: time.sleep(2e-3))
+    found = interleave([quick, slow], Plan(rounds=2), block=Block(7, ms=3.0))
+    assert seen == ["begin", *["call"] * 7, "end"] * 2
+    assert [len(r) for r in found["quick / x"].rounds] == [7, 7]
+    assert all(len(r) <= 2 for r in found["slow / x"].rounds)  # of 2 ms at least each
+
+
+def test_leases_filled_elsewhere_are_those_asked_for() -> None:
+    taken: list[int] = []
+
+    def lease(k: int) -> int:
+        if k == 8:
+            raise ValueError("no such batch")
+        taken.append(k)
+        return k
+
+    beside = gpu_serve.Beside(lease)
+    assert beside.prepare(1) == 1  # outside a turn, too
+    with beside.turn():
+        assert [beside.prepare(k) for k in (3, 4, 5)] == [3, 4, 5]
+    assert taken == [1, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match="no such batch"), beside.turn():
+        beside.prepare(8)
+    ahead = gpu_serve.Ahead(lease)
+    for begin in (10, 20):  # what is left over is not served in the next turn
+        with ahead.turn():
+            n = gpu_serve.AHEAD + 1
+            assert [ahead.prepare(begin + k) for k in range(n)] == list(range(begin, begin + n))
 
 
 def test_a_wrong_contestant_is_refused() -> None:

@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 GUIDES = (
     "options", "semantics", "troubleshooting", "adding_a_rewrite", "adding_a_primitive_rule", "wheels", "export",
-    "corun", "sparse",
+    "corun", "sparse", "serving",
 )  # fmt: skip
 QUOTE = re.compile(r"<!-- source: (\S+) (\w+) -->\n```python\n(.*?)\n```", re.DOTALL)
 

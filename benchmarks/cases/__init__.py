@@ -19,6 +19,7 @@ from benchmarks.cases import (
     gpu_profile,
     gpu_recflex,
     gpu_scaling,
+    gpu_serve,
     gpu_tuned,
     idioms,
     micro,
@@ -89,6 +90,14 @@ ALL = (
     Case("backward", "Gradients of tables, fused and dense", 6, backward.run),
     Case("sparse", "Sparse training steps by table size", 5, sparse.run),
     Case("idioms", "Every idiom against plain jit", 5, idioms.run),
+    Case(
+        "gpu_idioms",
+        "CUDA: every idiom against plain jit",
+        2,
+        gpu=True,
+        pieces=idioms.pieces,
+        finish=idioms.finish,
+    ),
     Case("gpu_recflex", "CUDA: kernel times of RecFlex", 4, gpu=True, pieces=gpu_recflex.pieces),
     Case(
         "gpu_kernels",
@@ -147,7 +156,7 @@ ALL = (
         "CUDA: model E served from numpy arrays",
         2,
         gpu=True,
-        pieces=gpu.serve_pieces,
+        pieces=gpu_serve.pieces,
     ),
     *(
         Case(

@@ -1,4 +1,4 @@
-"""What the CUDA target promises: kernel times beside their peers, and serving from numpy arrays."""
+"""What the CUDA target promises: kernel times beside their peers."""
 
 import functools
 import time
@@ -14,7 +14,6 @@ from benchmarks.context import Context, Settings
 from benchmarks.gpu_kernel import Kernel
 from benchmarks.pieces import Piece
 from benchmarks.record import Result, Row, Target
-from benchmarks.timing import paired_ratio
 from benchmarks.torch_peers import BAGS, recom_columns, same, torch_rows
 from benchmarks.workloads import Workload, make
 from examples.recom_models import RecomModel, int_hash, model_e, model_f
@@ -193,33 +192,3 @@ def copy_bandwidth(nbytes: int = 1 << 28) -> float:
     )  # XLA's code for single bytes is far from the memory's bandwidth
     us = pipelined(copy, x, calls=12, repeats=5)
     return 2 * nbytes / float(np.median(us)) / 1e6
-
-
-# Milliseconds at most, by batch size: through bind, and through input_views.
-SERVE = {256: (0.45, 0.35), 2048: (0.80, 0.70)}
-
-
-def serve_pieces(settings: Settings) -> dict[str, Piece]:
-    """Model E with its MLPs, a piece a batch size."""
-    return {f"batch {size}": functools.partial(_serve, size=size) for size in SERVE}
-
-
-def _serve(context: Context, size: int) -> Result:
-    """Model E with its MLPs, from 1,001 numpy arrays to a ready result."""
-    s = context.settings
-    w = make({"kind": "model_e", "large_rows": s.large_rows, "scale": s.scale, "mlp": True})
-    group = f"model E with its MLPs, batch {size}"
-    found = steady.measure(context, w, group, size, plain=False, tuned=False)
-    bind = found.of(steady.BIND, steady.NUMPY)
-    leased = found.of(steady.BIND, steady.VIEWS)
-    forms = {name: found.of(name, steady.STACKED) for name in (steady.HAND, steady.HAND_LOOP)}
-    best = min(forms, key=lambda name: forms[name].median)
-    bound, views = SERVE[size]
-    how = f"the faster of two forms: {best.removeprefix('jax.jit, ')}"
-    targets = (
-        Target(f"{group}: numpy arrays through bind", bind.median, "<=", bound, "ms"),
-        Target(f"{group}: through input_views", leased.median, "<=", views, "ms"),
-        Target(f"{group}: bind / hand-batched jit given stacked inputs",
-               paired_ratio(bind, forms[best]), "<", 1, "", how),
-    )  # fmt: skip
-    return Result(found.rows, targets, {"timed while others compiled": not found.quiet})
