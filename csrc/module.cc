@@ -209,6 +209,7 @@ py::dict program_stats() {
   d["program_cache_hits"] = s.program_cache_hits.load();
   d["programs_cached"] = s.programs_cached.load();
   d["plans_built"] = s.plans_built.load();
+  d["plans_streaming"] = s.plans_streaming.load();
   d["calls"] = s.calls.load();
   d["chunks_run"] = s.chunks_run.load();
   d["tables_scanned"] = s.tables_scanned.load();
