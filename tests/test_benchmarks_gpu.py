@@ -104,6 +104,7 @@ def measured(case: str, piece: str, settings: Settings = QUICK) -> Result:
         ("gpu_tuned", "e 256", 2, 1),
         ("gpu_serve", "batch 256", 17, 4),
         ("gpu_model_e", "batch 16", 13, 1),
+        ("gpu_idioms", "2 of 8", 2, 0),
     ],
 )
 def test_a_piece(device: Device, case: str, piece: str, rows: int, targets: int) -> None:
@@ -115,6 +116,20 @@ def test_a_piece(device: Device, case: str, piece: str, rows: int, targets: int)
     kernels = [r for r in result.rows if "kernel" in r.group and "jit" not in r.contestant]
     assert all(5 < r.median < 30 and r.unit == "us" for r in kernels)  # of 0.01 to 0.02 ms
     assert bool(kernels) == bool(device.launched)
+
+
+def test_the_slowest_idiom_of_all_pieces_is_judged() -> None:
+    parts = {
+        str(k): Result((), (), {"ratios": r})
+        for k, r in enumerate(({"slow": 1.2, "fast": 0.5}, {"faster": 0.25}, {}))
+    }
+    finish = CASES["gpu_idioms"].finish
+    assert finish is not None
+    found = finish(QUICK, parts)
+    assert [(t.value, t.passed, t.measured) for t in found.targets] == [
+        (1.2, False, "slow: median of the rounds' ratios")
+    ]
+    assert found.facts == {"median speed-up over plain jit": "2.00 (of 3 idioms with a call)"}
 
 
 def test_a_case_for_gpus_is_refused_without_one(

@@ -90,6 +90,14 @@ ALL = (
     Case("backward", "Gradients of tables, fused and dense", 6, backward.run),
     Case("sparse", "Sparse training steps by table size", 5, sparse.run),
     Case("idioms", "Every idiom against plain jit", 5, idioms.run),
+    Case(
+        "gpu_idioms",
+        "CUDA: every idiom against plain jit",
+        2,
+        gpu=True,
+        pieces=idioms.pieces,
+        finish=idioms.finish,
+    ),
     Case("gpu_recflex", "CUDA: kernel times of RecFlex", 4, gpu=True, pieces=gpu_recflex.pieces),
     Case(
         "gpu_kernels",
