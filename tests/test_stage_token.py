@@ -90,6 +90,7 @@ def test_the_fused_call_reads_the_token() -> None:
     begin = plan.layout.offset(plan.packed.index(at))
     assert dict(hand.params["attributes"])["begin"] == begin
     assert hand.outvars[0].aval.shape == (16 * 3 * 4,)  # what XLA reads, no byte more
+    assert server.cost(batch).staging_copy == plan.layout.total_bytes + 16 * 3 * 4
     call = fused.params["call"]
     read = fused.invars[: call.n_physical]
     assert call.alone and fused.invars[0] is hand.invars[0]  # the token itself
