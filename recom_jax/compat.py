@@ -419,6 +419,15 @@ def stablehlo_target(version: tuple[int, ...]) -> Iterator[None]:
             hlo.get_version_from_compatibility_requirement = original
 
 
+def lower_as(
+    ctx: Any, fun: Callable[..., Any], operands: Sequence[Any], avals_in: Any, avals_out: Any
+) -> list[Any]:
+    """In a lowering rule: the results of a traceable function that returns a list of arrays."""
+    rule = mlir.lower_fun(fun, multiple_results=True)
+    made = rule(ctx.replace(avals_in=list(avals_in), avals_out=list(avals_out)), *operands)
+    return list(made)
+
+
 def identity_primitive(
     name: str, label: str, transposed: Callable[[str], str], lower: Callable[..., Any]
 ) -> Any:

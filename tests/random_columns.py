@@ -94,6 +94,13 @@ def arguments(batch: int, seed: int) -> dict[str, Any]:
         seg = rng.integers(0, max(batch, 1), n)
         out[f"S{n}"] = np.sort(seg).astype(np.int32)
         out[f"U{n}"] = rng.integers(-2, batch + 2, n).astype(np.int32)
+    for (
+        n
+    ) in TOTALS:  # row splits, of all bags and of fewer: from 0 to n, or from later and to earlier
+        for key, bags in (("P", batch), ("Q", batch // 2)):
+            low, high = (0, n) if rng.random() < 0.7 else sorted(rng.integers(0, n + 1, 2))
+            inner = rng.integers(low, high + 1, max(bags, 1) - 1)
+            out[f"{key}{n}"] = np.sort([low, *inner, high]).astype(np.int32)
     return out
 
 
@@ -308,7 +315,15 @@ def _bag(r: random.Random, n: int, e: str, finite: str) -> tuple[str, bool]:
 
 
 def _jagged(r: random.Random, n: int, e: str) -> tuple[str, bool]:
-    s, size = f"b[{r.choice('SU') + str(n)!r}]", "b['like'].shape[0]"
+    splits, size = f"b[{r.choice('PQ') + str(n)!r}]", "b['like'].shape[0]"
+    s = r.choice(
+        (
+            f"b['S{n}']",
+            f"b['U{n}']",
+            f"(jnp.searchsorted({splits}, jnp.arange({n}), side='right') - 1)",
+            f"jnp.repeat(jnp.arange({splits}.shape[0] - 1), jnp.diff({splits}), total_repeat_length={n})",
+        )
+    )
     total = f"jax.ops.segment_sum({e}, {s}, {size})"
     return r.choice(
         (

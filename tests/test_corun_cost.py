@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -9,15 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recom_jax import corun
 from recom_jax.cache import Cache
 from recom_jax.corun import alone, kernels, probe_stream, runtime
 from recom_jax.corun.cost import NOTHING, Device, Work, both, rest_of
 from recom_jax.corun.duel import ROUNDS, duel, loss, pairs, rivals
-from recom_jax.corun.plan import Measured, PrepOp, Stage
+from recom_jax.corun.plan import Choice, Measured, PrepOp, Stage
 from recom_jax.corun.planner import plan_for_kernels
-from recom_jax.corun.search import search
+from recom_jax.corun.search import chosen, lost_us, search
 from recom_jax.corun.stream import Times
 from recom_jax.corun.units import every_row, kernel_us, load_of, unit_ops
 
@@ -87,6 +90,49 @@ def test_cheap_stages_are_filled_first_and_dear_ones_not_at_all() -> None:
     inside = used["half"].work.alone_us
     assert plan.predicted_us == pytest.approx(plan.ideal_us + 0.5 * inside)
     assert "costs 50% of what runs beside it" in str(plan)
+
+
+def stage(name: str, us: float, *choices: tuple[float, float, float]) -> Stage:
+    """A stage whose shares were measured: (share, free, cost)."""
+    made = tuple(Choice(*c) for c in choices)
+    return dataclasses.replace(Stage(name, us, 0.0, 0.0).taking(made[0]), choices=made)
+
+
+def test_a_stages_share_depends_on_what_the_others_take() -> None:
+    """A small share costs least and gets least done: it is enough only where another stage takes the rest."""
+    slow, fast = (0.0625, 0.2, 0.1), (0.25, 0.8, 0.3)
+    alone_us = 100.0
+    used = chosen([stage("s", 200.0, slow, fast)], alone_us, (0.0625, 0.5))
+    assert [s.share for s in used] == [0.25]  # 40 us at 0.1 and 60 behind cost more than 100 at 0.3
+    both = [stage("s", 200.0, slow, fast), stage("t", 800.0, (0.125, 0.1, 0.2))]
+    used = chosen(both, alone_us, (0.0625, 0.5))
+    assert [(s.name, s.share) for s in used] == [("s", 0.0625), ("t", 0.125)]
+    assert lost_us(used, alone_us) == pytest.approx(0.1 * 40 + 0.2 * 60)
+    plan = search(ops(20), both, device=DEVICE)
+    assert {k.stage: k.share for k in plan.kernels} == {"s": 0.0625, "t": 0.125}
+    assert chosen([stage("dear", 200.0, (0.5, 0.5, 1.2))], alone_us, (0.0625, 0.5)) == []
+    assert chosen(both, alone_us, (0.5, 0.5)) == []  # shares that the user does not allow
+
+
+shares_of = st.tuples(*[
+    st.tuples(st.just(s), st.floats(0, 1), st.floats(0, 1.6)) for s in (0.0625, 0.125, 0.25, 0.5)
+])  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from([10.0, 50, 200, 800]), shares_of), max_size=5),
+       st.sampled_from([5.0, 50, 500]))  # fmt: skip
+def test_shares_chosen_together_are_never_worse_than_one_by_one(
+    drawn: list[tuple[float, Any]], need_us: float
+) -> None:
+    stages = [stage(str(k), us, *c) for k, (us, c) in enumerate(drawn)]
+    lost = lost_us(chosen(stages, need_us, (0.0625, 0.5)), need_us)
+    cheapest = [s.taking(min(s.choices, key=lambda c: c.cost)) for s in stages]
+    assert lost <= lost_us([s for s in cheapest if s.cost < 1], need_us) + 1e-6
+    assert 0 <= lost <= need_us + 1e-6
+    if len(stages) == 1:
+        worth = [s for s in stages for s in map(s.taking, s.choices) if s.cost < 1]
+        best = min((lost_us([s], need_us) for s in worth), default=need_us)
+        assert lost == pytest.approx(best)
 
 
 def compiled() -> kernels.PrepKernels:
@@ -173,16 +219,20 @@ def test_a_device_that_slows_down_is_held_against_itself() -> None:
         if schedule.mode == runtime.PLAN:
             kernels = (("k0", (0.01,)),)
             ms *= 1.05 if schedule.launches[0].stage == 1 else 1.0
-        assert schedule.timed and schedule.stages == ("a", "b")
-        return Times(kernels, (("a", (0.3,)), ("b", ())), (0.9,), (ms,))
+        assert schedule.timed and schedule.stages == ("a", "b", "short", "unseen")
+        ends = (("a", (0.3,)), ("b", (0.5,)), ("short", (0.51,)), ("unseen", ()))
+        return Times(kernels, ends, (0.9,), (ms,))
 
-    bare, found = probe_stream.beside_stages(run, ("a", "b"))
-    assert len(runs) == probe_stream.SETTLING + 4 + 3 * len(probe_stream.BESIDE)
+    bare, found = probe_stream.beside_stages(run, ("a", "b", "short", "unseen"))
+    found = tuple(dataclasses.replace(b, stage=min(b.stage, 2)) for b in found)
+    assert len(runs) == probe_stream.MOST_SETTLING + 4 + 3 * len(probe_stream.BESIDE)
     assert [b.stage for b in found] == [k for k in range(3) for _ in probe_stream.BESIDE]
     lost = [b.lost_us for b in found]
     assert max(map(abs, lost[:4] + lost[8:])) < 2 and min(lost[4:8]) > 49
-    stages = probe_stream.stages_of(bare, ("a", "b"))
-    assert [(x.name, round(x.duration_us)) for x in stages] == [("a", 300), ("b", 0), ("rest", 600)]
+    stages = probe_stream.stages_of(bare, ("a", "b", "short", "unseen"))
+    assert [(x.name, round(x.duration_us)) for x in stages] == [
+        ("a", 300), ("b", 200), ("short", 10), ("unseen", 0), ("rest", 390),
+    ]  # fmt: skip
 
 
 def test_of_two_speeds_the_mean_counts() -> None:

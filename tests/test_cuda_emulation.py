@@ -224,6 +224,29 @@ def test_tiles_of_many_short_bags(n: int, total: int) -> None:
         check(fn, (t, x, one), 1e-4, (Options(tiles="simple"), Options(sms=1, order=2)))
 
 
+@pytest.mark.parametrize("beyond", [1, 30])
+def test_more_bags_than_splits(beyond: int) -> None:
+    """Bags that no split begins are empty, and take nothing from those that share their tile."""
+    rng = np.random.default_rng(beyond)
+    splits = np.sort(rng.integers(0, 300, 41)).astype(np.int32)
+    splits[[0, -1]] = 0, 300
+    args = (
+        rng.standard_normal((50, 8)).astype(np.float32),
+        rng.integers(0, 50, 300).astype(np.int32),
+        splits,
+    )
+
+    def fn(a: Any) -> Any:
+        t, x, splits = a
+        at = jnp.arange(x.shape[0])
+        n = splits.shape[0] - 1 + beyond
+        searched = jnp.searchsorted(splits, at, side="right") - 1
+        repeated = jnp.repeat(jnp.arange(40), jnp.diff(splits), total_repeat_length=x.shape[0])
+        return [jax.ops.segment_sum(t[x], seg, num_segments=n) for seg in (searched, repeated)]
+
+    check(fn, args, 1e-4, (Options(sms=1), Options(tiles="simple"), Options(tiles=3, order=1)))
+
+
 @pytest.mark.parametrize("way", ["splits", "segments", "lengths"])
 def test_bags_that_take_a_block(way: str) -> None:
     """Bags of 2,048 positions or more, by sums, means, extremes and weights, with rows that do not exist."""

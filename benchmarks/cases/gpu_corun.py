@@ -23,7 +23,7 @@ from recom_jax.corun import calls, duel, measure_stream
 from recom_jax.corun.report import CORUN, IDEAL, STREAM_MODES, UNFUSED
 
 BATCHES = (4096, 8192)
-STEPS = 60
+STEPS, LONG_STEPS = 60, 40  # of a run; of plans whose steps take milliseconds
 DISTINCT = 8  # raw batches
 SLOTS = 6
 AHEAD = 4  # steps that may be dispatched and unfinished
@@ -70,7 +70,10 @@ def measure(context: Context, number: int, size: int) -> Result:
     step = jax.jit(model.step, donate_argnums=0)
     with context.progress.step(f"RAP plan {number}: raw batches"):
         distinct = list(plan.raw_batches(2 if quick else DISTINCT, size))
-    raws = [distinct[k % len(distinct)] for k in range(12 if quick else STEPS)]
+    raws = [
+        distinct[k % len(distinct)]
+        for k in range(12 if quick else STEPS if number < 2 else LONG_STEPS)
+    ]
     what = f"RAP plan {number}, {plan.operators} operators, batch {size}"
     options = corun.Options(
         slots=SLOTS, probe=True, profile=True, copy=False, runtime="stream", steps_in_flight=AHEAD
@@ -200,10 +203,7 @@ def on_device(model: Any) -> Callable[[], Any]:
         return jax.random.uniform(key, (rows, model.dim), minval=-bound, maxval=bound)
 
     one = jax.jit(table, static_argnums=1)
-
-    def make() -> Any:
-        keys = [jax.random.key(k) for k in range(len(model.rows))]
-        tables = [one(key, rows) for key, rows in zip(keys, model.rows, strict=True)]
-        return {"tables": tables, "layers": jax.tree.map(lambda a: jnp.array(a), host)}
-
-    return make
+    keys = [jax.random.key(k) for k in range(len(model.rows))]
+    tables = [one(key, rows) for key, rows in zip(keys, model.rows, strict=True)]
+    first = {"tables": tables, "layers": jax.tree.map(jnp.array, host)}
+    return lambda: jax.tree.map(lambda a: a.copy(), first)  # steps donate theirs

@@ -13,11 +13,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from recom_jax import compat, ffi
 from recom_jax.errors import PipelineError
 
 _LOCAL = threading.local()
+MOST_ASKED = 16  # arrays of a marker whose first elements are read
+TIED = 4  # arrays of a marker as large as the largest, to within this factor, are tied to it
 _emulated = False  # tests: markers on the CPU as on a GPU
 
 
@@ -136,16 +140,64 @@ def lower_mark(ctx: Any, *operands: Any, name: str) -> Any:
     off = getattr(_LOCAL, "off", False) or (cpu and not _emulated)
     if off or not operands or compat.module_devices(ctx) > 1:
         return operands
-    # One array stands for all, the smallest: XLA has it in memory anyway, and passes it on without a copy, or a
-    # cheap one.
-    sizes = {k: math.prod(a.shape) * a.dtype.itemsize for k, a in enumerate(ctx.avals_in)}
-    k = min((k for k in sizes if sizes[k]), key=lambda k: sizes[k], default=None)
-    if k is None:
+    found = chosen(ctx.avals_in)
+    if found is None:
         return operands
-    inner = ctx.replace(avals_in=[ctx.avals_in[k]], avals_out=[ctx.avals_out[k]])
-    if on:
-        rule = jax.ffi.ffi_lowering(ffi.MARK, operand_output_aliases={0: 0}, has_side_effect=True)
-        made = rule(inner, operands[k], name=name)
-    else:
-        made = jax.ffi.ffi_lowering(ffi.PASS, operand_output_aliases={0: 0})(inner, operands[k])
-    return [*operands[:k], *made, *operands[k + 1 :]]
+    k, others, tied = found
+    asked = [operands[j] for j in others]
+    kinds = [ctx.avals_in[j] for j in others]
+    avals, own = [ctx.avals_in[k]], [operands[k]]
+    if others:
+        avals.append(jax.core.ShapedArray((len(others),), np.dtype(np.uint8)))
+        own += compat.lower_as(ctx, first_elements, asked, kinds, avals[1:])
+    aliases = {n: n for n in range(len(own))}
+    rule = jax.ffi.ffi_lowering(
+        ffi.MARK if on else ffi.PASS, operand_output_aliases=aliases, has_side_effect=on
+    )
+    extra: dict[str, Any] = {"name": name} if on else {}
+    made = list(rule(ctx.replace(avals_in=avals, avals_out=avals), *own, **extra))
+    results = list(operands)
+    results[k] = made[0]
+    if tied:
+        kinds = [ctx.avals_in[j] for j in tied]
+        behind = [operands[j] for j in tied]
+        behind = compat.lower_as(ctx, tied_to, [made[1], *behind], [avals[1], *kinds], kinds)
+        for j, x in zip(tied, behind, strict=True):
+            results[j] = x
+    return results
+
+
+def chosen(avals: Sequence[Any]) -> tuple[int, list[int], list[int]] | None:
+    """Of a marker's arrays: the one that is passed on, those that are asked for as well, and those that are tied.
+
+    None if all are empty. The smallest is passed on: XLA has it in memory anyway, and passes it on without a copy, or
+    a cheap one. Alone it would say that a stage has ended as soon as *it* is there: of gradients, when the backward
+    pass has hardly begun. So the first elements of others are read in front of the call: those of the largest, which
+    take longest. And XLA would go on with large ones before the call, to let go of their memory: they are tied to it.
+    """
+    sizes = {
+        k: math.prod(a.shape) * a.dtype.itemsize
+        for k, a in enumerate(avals)
+        if not jnp.issubdtype(a.dtype, jax.dtypes.extended)
+    }
+    there = sorted((k for k in sizes if sizes[k]), key=lambda k: sizes[k])
+    if not there:
+        return None
+    asked = there[1:][-MOST_ASKED:]
+    tied = [k for k in asked if TIED * sizes[k] >= sizes[asked[-1]]]
+    return there[0], sorted(asked), sorted(tied)
+
+
+def first_elements(*arrays: Any) -> list[Any]:
+    """(n,) uint8: whether the first element of each array is 0. One small kernel reads them all."""
+    firsts = [jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(1) for x in arrays]
+    return [jnp.concatenate([(x != x.dtype.type(0)).astype(np.uint8) for x in firsts])]
+
+
+def tied_to(bits: Any, *arrays: Any) -> list[Any]:
+    """The arrays, as something that is computed behind `bits`: XLA doesn't know that they are 0 or 1.
+
+    A select, as it becomes part of the kernels that read the arrays: those are not written once more.
+    """
+    never = bits[0] == 255
+    return [jnp.where(never, jnp.zeros_like(x), x) for x in arrays]

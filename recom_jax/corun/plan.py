@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 from recom_jax.corun.cost import NOTHING, Device, Work, total
 
@@ -22,13 +23,28 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
+class Choice:
+    """Preprocessing beside a stage with one share of the device, as it was measured.
+
+    Attributes:
+      share: of the device; free: how fast preprocessing ran, in parts of its speed on the whole device.
+      cost: what the step loses to a microsecond of preprocessing (on the whole device): 0 is hidden, 1 as much as in
+        front of the step.
+    """
+
+    share: float
+    free: float
+    cost: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Stage:
     """A stage of the train step.
 
     Attributes:
       duration_us: how long it takes alone; free_compute, free_memory: which share of the device it leaves free in it.
-      cost: what the step loses to a microsecond of preprocessing (on the whole device) beside this stage: 0 is hidden,
-        1 as much as in front of the step; share: the device's that this was measured with, 0: any.
+      cost: see `Choice`; share: the device's that this was measured with, 0: any.
+      choices: what was measured with other shares, the one above included; empty: nothing was.
     """
 
     name: str
@@ -37,6 +53,19 @@ class Stage:
     free_memory: float
     cost: float = 0.0
     share: float = 0.0
+    choices: tuple[Choice, ...] = ()
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Stage:
+        """What `dataclasses.asdict` and JSON made of a stage."""
+        return cls(**fields | {"choices": tuple(Choice(**c) for c in fields["choices"])})
+
+    def taking(self, choice: Choice) -> Stage:
+        """The stage, used with this share."""
+        free = choice.free
+        return dataclasses.replace(
+            self, free_compute=free, free_memory=free, cost=choice.cost, share=choice.share
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +206,7 @@ class Plan:
 __all__ = [
     "AFTER",
     "NOTHING",
+    "Choice",
     "Device",
     "Kernel",
     "Measured",

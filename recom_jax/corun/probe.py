@@ -96,8 +96,8 @@ def known_stages(cache: Cache, key: str) -> tuple[Stage, ...] | None:
     if kept is None:
         return None
     try:
-        return tuple(Stage(**fields) for fields in json.loads(kept))
-    except (ValueError, TypeError):  # of another version
+        return tuple(Stage.from_json(fields) for fields in json.loads(kept))
+    except (ValueError, TypeError, KeyError):  # of another version
         return None
 
 
@@ -106,7 +106,7 @@ def key_of_step(closed: Any, donated: list[bool], repeats: int) -> str:
     text = re.sub(r"0x[0-9a-f]+", "", str(closed))  # addresses of Python objects
     device = jax.devices()[0]
     machine = (device.platform, device.device_kind, os.cpu_count() or 0, jax.__version__)
-    return key_of("stages 2", *machine, repeats, repr(donated), text)
+    return key_of("stages 3", *machine, repeats, repr(donated), text)
 
 
 def stages_of(
@@ -150,8 +150,8 @@ def stages_of(
         if not part.outputs:
             continue
         alone = _time(call, repeats)
-        free = [_free(call, alone, probe, repeats) for probe in _probes()]
-        made.append(Stage(name, 1e6 * alone, *free))
+        compute, memory = (_free(call, alone, probe, repeats) for probe in _probes())
+        made.append(Stage(name, 1e6 * alone, compute, memory))
     if cache is not None:
         cache.put("probe", key, json.dumps([dataclasses.asdict(stage) for stage in made]).encode())
     return tuple(made)

@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from recom_jax.corun import runtime as rt
 from recom_jax.corun.alone import SHARES, ClassCost, alone, fitted
 from recom_jax.corun.cost import Device
 from recom_jax.corun.kernels import PrepKernels
-from recom_jax.corun.plan import Stage
+from recom_jax.corun.plan import Choice, Stage
 from recom_jax.corun.probe import REST, cut, donated_inputs, key_of_step
 from recom_jax.corun.stream import Engine, Times
 from recom_jax.corun.units import every_row, kernel_us
@@ -34,7 +35,8 @@ from recom_jax.options import Options as CompilerOptions
 from recom_jax.trace import flatten
 
 BESIDE = (0.5, 0.25, 0.125, 0.0625)
-SETTLING = 6  # runs
+SETTLING_S, MOST_SETTLING = 0.7, 6  # seconds, and runs
+SHORT = 0.02  # of a step: stages that are over at once
 STEPS = 60  # of a run; the ring of samples drops the last ones
 WARM = 10
 
@@ -79,7 +81,7 @@ class Probed:
     def from_json(cls, raw: bytes) -> Probed:
         d = json.loads(raw)
         return cls(
-            tuple(Stage(**s) for s in d["stages"]),
+            tuple(Stage.from_json(s) for s in d["stages"]),
             Device(**d["device"] | {"filled": tuple(map(tuple, d["device"]["filled"]))}),
             tuple(ClassCost(**c) for c in d["classes"]),
             tuple((float(s), float(p), float(m)) for s, p, m in d["parts"]),
@@ -170,16 +172,16 @@ def _in_stage(
 
 
 def left_free(stage: Stage, k: int, found: Sequence[Beside], whole_us: float) -> Stage:
-    """A stage with what it leaves free: the share at which preprocessing beside it costs the step least decides."""
-    mine = [b for b in found if b.stage == k]
+    """A stage with what it leaves free, for each share; by itself it is used as costs the step least."""
+    mine = sorted((b for b in found if b.stage == k), key=lambda b: (b.lost_us, b.took_us))
     if not mine or whole_us <= 0:
         return stage
-    best = min(mine, key=lambda b: (b.lost_us, b.took_us))
-    cost = max(0.0, best.lost_us / whole_us)
-    free = min(1.0, whole_us / best.took_us) if cost < 1 else 0.0
-    return dataclasses.replace(
-        stage, free_compute=free, free_memory=free, cost=cost, share=best.share
-    )
+    made = [
+        Choice(b.share, min(1.0, whole_us / b.took_us), max(0.0, b.lost_us / whole_us))
+        for b in mine
+    ]
+    best = made[0] if made[0].cost < 1 else dataclasses.replace(made[0], free=0.0)
+    return dataclasses.replace(stage.taking(best), choices=tuple(made))
 
 
 def stages_of(bare: Times, names: Sequence[str]) -> list[Stage]:
@@ -198,7 +200,8 @@ def beside_stages(run: Run, names: Sequence[str]) -> tuple[Times, tuple[Beside, 
     """A run with nothing beside the step, and what everything beside each stage, with each share, costs it.
 
     A device may be faster at first: by 3%, for half a second on an H200. So some runs are not looked at, and the others
-    are held against the runs with nothing beside the step in front of and behind each stage's.
+    are held against the runs with nothing beside the step in front of and behind each stage's. A stage that is over at
+    once is left out: what starts with it runs beside the next one.
     """
 
     def bare() -> Times:
@@ -206,10 +209,16 @@ def beside_stages(run: Run, names: Sequence[str]) -> tuple[Times, tuple[Beside, 
             lambda k: dataclasses.replace(rt.whole(k, rt.ONCE), stages=tuple(names), timed=True)
         )
 
-    for _ in range(SETTLING):
+    begun, runs = time.perf_counter(), 0
+    while runs < 2 or (runs < MOST_SETTLING and time.perf_counter() - begun < SETTLING_S):
         bare()
+        runs += 1
     around, found = [bare()], []
+    stages = stages_of(around[0], names)
+    short_us = SHORT * sum(s.duration_us for s in stages)
     for k in range(len(names) + 1):
+        if k and stages[k].duration_us < short_us:
+            continue
         seen = []
         for share in BESIDE:
             schedule = functools.partial(_in_stage, stage=k, share=share, names=tuple(names))
@@ -304,7 +313,7 @@ class Prober:
         closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
         self.names = [part.name for part in cut(closed) if part.name != REST]
         donated = donated_inputs(step, state, batch)
-        own = key_of("probe 8", kernels.source, kernels.words)
+        own = key_of("probe 9", kernels.source, kernels.words)
         self.key = key_of_step(closed, donated, 0) + own
         self.cache = Cache.of(CompilerOptions())
         self.values, self._like = values, state

@@ -165,6 +165,42 @@ def place(
     return best
 
 
+def chosen(stages: Sequence[Stage], need_us: float, grid: Sequence[float]) -> list[Stage]:
+    """Stages worth a kernel, the cheapest first, each with the share with which the step loses least as a whole.
+
+    A small share costs the step least, and gets least done; what finds no room runs behind the step at full cost. So
+    which share is best depends on the other stages': one is changed at a time, as long as that helps.
+    """
+    options = [
+        [s.taking(c) for c in s.choices if grid[0] <= c.share <= grid[-1] and c.cost < 1]
+        if s.choices
+        else [s] * (s.cost < 1)
+        for s in stages
+    ]
+    now = [min(o, key=lambda s: (s.cost, s.share)) for o in options if o]
+    options = [o for o in options if o]
+    best = lost_us(now, need_us)
+    better = True
+    while better:
+        better = False
+        for k, mine in enumerate(options):
+            for other in mine:
+                tried = [*now[:k], other, *now[k + 1 :]]
+                lost = lost_us(tried, need_us)
+                if lost < best - _TINY:
+                    now, best, better = tried, lost, True
+    return sorted(now, key=lambda s: s.cost)
+
+
+def lost_us(stages: Sequence[Stage], need_us: float) -> float:
+    """What a step loses to so much preprocessing, which may be cut anywhere: to what runs beside it, and behind it."""
+    lost = 0.0
+    for stage in sorted(stages, key=lambda s: s.cost):
+        taken = min(need_us, stage.duration_us * min(stage.free_compute, stage.free_memory))
+        lost, need_us = lost + stage.cost * taken, need_us - taken
+    return lost + need_us
+
+
 def _place(
     parts: Sequence[Segment],
     stages: Sequence[Stage],
@@ -178,12 +214,12 @@ def _place(
     kernels: list[Kernel] = []
     worth = [s for s in stages if s.cost < 1]
     if all(s.level == 0 for s in parts):  # nothing waits for anything: the cheapest stages first
-        worth.sort(key=lambda s: s.cost)
+        worth = chosen(stages, whole(parts).alone_us, grid)
     lost = 0.0
     for stage in worth:
         if not left:
             break
-        own = [s for s in grid if s == stage.share] or grid
+        own = [stage.share] if grid[0] <= stage.share <= grid[-1] else grid
         choices = [(fill_stage(stage, left, by_name, s, order, device), s) for s in own]
         taken, share = max(
             choices,

@@ -18,6 +18,7 @@ from recom_jax import corun
 from recom_jax import preprocess as pp
 from recom_jax.corun.report import STREAM_MODES
 from tests.test_corun_kernels import columns, exact
+from tests.test_corun_markers import behind_gradients
 from tests.test_corun_stream import losses, prep, raw_batch, start, step
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device")
@@ -69,6 +70,10 @@ def test_kernels_equal_plain_jax() -> None:
         jax.tree_util.tree_flatten_with_path(want)[0], jax.tree.leaves(got), strict=True
     ):
         np.testing.assert_array_equal(g, w, err_msg=jax.tree_util.keystr(path))
+
+
+def test_kernels_start_behind_the_gradients() -> None:
+    assert behind_gradients(corun.Options(runtime="stream", slots=2)).late[1] == 12
 
 
 def test_without_command_buffers() -> None:

@@ -393,7 +393,7 @@ RECOM_FN bool block_ascends(const F& f, i64 n) {
 template <class T>
 RECOM_FN Range split_range(const T* splits, i64 n_wide, i32 total, i32 bag) {
   const i32 n = static_cast<i32>(n_wide);  // the plan lets no more than 2^31 through
-  if (bag >= n) return Range{0, 0};
+  if (bag >= n) return Range{total, total};
   const i64 first = static_cast<i64>(load_one(splits + bag));
   const i64 last = bag + 1 < n ? static_cast<i64>(load_one(splits + bag + 1)) : total;
   return Range{static_cast<i32>(first < 0 ? 0 : first < total ? first : total),
@@ -419,7 +419,7 @@ struct SplitBags {
     return ok && (n == 0 || static_cast<u64>(at(n - 1)) - static_cast<u64>(at(0)) < (u64{1} << 31));
   }
   RECOM_FN Range range(i32 total, i64 bag) const {
-    if (bag >= n) return Range{0, 0};
+    if (bag >= n) return Range{total, total};
     const i64 first = at(bag) - at(0);
     const i64 last = bag + 1 < n ? at(bag + 1) - at(0) : total;
     return Range{static_cast<i32>(first < 0 ? 0 : first < total ? first : total),
