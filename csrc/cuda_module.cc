@@ -36,9 +36,17 @@ class PreparedCall {
 
   bool matches(const CudaArguments& a) const {
     return device == a.device && hash == a.hash && digest == a.digest && pointers == a.pointers &&
-           program_bytes == a.program.size() && ptx_bytes == a.ptx.size() && launch == a.launch &&
-           layout.size() == static_cast<size_t>(a.n_layout) &&
-           std::equal(layout.begin(), layout.end(), a.layout) && same_shapes(a);
+           program_bytes == a.program.size() && ptx_bytes == a.ptx.size() && same_places(a) &&
+           same_shapes(a);
+  }
+  // Launch and layout are long, and in no cache after a batch was packed.
+  bool same_places(const CudaArguments& a) const {
+    if (key != a.key || launch.size() != a.launch.size() ||
+        layout.size() != static_cast<size_t>(a.n_layout)) {
+      return false;
+    }
+    return !key.empty() ||
+           (launch == a.launch && std::equal(layout.begin(), layout.end(), a.layout));
   }
   bool same_shapes(const CudaArguments& a) const {
     if (a.operands.size() != n_operands || a.operands.size() + a.results.size() != ranks.size()) {
@@ -59,7 +67,7 @@ class PreparedCall {
   }
 
   int device;
-  std::string hash, digest, launch;
+  std::string hash, digest, launch, key;
   size_t program_bytes, ptx_bytes;  // what the two digests are of
   int64_t pointers;
   std::vector<int64_t> layout, dims;
@@ -163,6 +171,7 @@ std::unique_ptr<PreparedCall> make_prepared(const CudaArguments& a) {
   out->hash = a.hash;
   out->digest = a.digest;
   out->launch = a.launch;
+  out->key = a.key;
   out->program_bytes = a.program.size();
   out->ptx_bytes = a.ptx.size();
   out->pointers = a.pointers;

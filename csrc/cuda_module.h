@@ -26,6 +26,7 @@ struct CudaArguments {
   // Where pointers is 0: memory of this execution for the addresses of all buffers, a result of the
   // call that nobody reads. Not of the prepared call, which runs on several streams at once.
   Buffer table{};
+  std::string_view key{};  // a digest of launch and layout; empty: they are compared themselves
 };
 
 class PreparedCall;

@@ -82,20 +82,42 @@ void unpin_memory(void* data) {
   }
 }
 
-void stage_copy(void* to, const StageSource& source, cuda::Stream stream) {
-  if (complete(source)) return source.upload->Hand(to, stream);
+void stage_copy(const StageWish& wish, const StageSource& source, cuda::Stream stream) {
   const cuda::Driver& driver = cuda::Driver::get();
-  driver.check(driver.copy_to_device_async(reinterpret_cast<cuda::Pointer>(to), source.host,
-                                           static_cast<size_t>(source.nbytes), stream),
-               "copy a batch to the device");
+  const auto token = reinterpret_cast<cuda::Pointer>(wish.token);
+  bool there = complete(source);
+  if (there) {
+    source.upload->Await(stream);
+  } else if (wish.whole) {
+    driver.check(
+        driver.copy_to_device_async(token, source.host, static_cast<size_t>(source.nbytes), stream),
+        "copy a batch to the device");
+    there = true;
+  }
+  if (wish.part == nullptr) return;
+  const auto to = reinterpret_cast<cuda::Pointer>(wish.part);
+  const auto nbytes = static_cast<size_t>(wish.nbytes);
+  if (there) {
+    driver.check(driver.copy_on_device_async(to, token + wish.begin, nbytes, stream),
+                 "copy a batch on the device");
+  } else {
+    driver.check(driver.copy_to_device_async(to, source.host + wish.begin, nbytes, stream),
+                 "copy a batch to the device");
+  }
 }
 
-void stage_copy_on_host(void* to, const StageSource& source) {
-  const bool uploaded = complete(source);
+void stage_copy_on_host(const StageWish& wish, const StageSource& source) {
+  bool there = complete(source);
   if (const int64_t us = delay_us) std::this_thread::sleep_for(std::chrono::microseconds(us));
-  if (uploaded) return source.upload->HandOnHost(to);
-  std::memcpy(to, source.host, static_cast<size_t>(source.nbytes));
-  hand_over(source.host);
+  if (!there && wish.whole) {
+    std::memcpy(wish.token, source.host, static_cast<size_t>(source.nbytes));
+    hand_over(source.host);
+    there = true;
+  }
+  if (wish.part == nullptr) return;
+  std::memcpy(wish.part, (there ? wish.token : source.host) + wish.begin,
+              static_cast<size_t>(wish.nbytes));
+  hand_over(there ? wish.token : source.host);
 }
 
 void set_stage_delay(int64_t microseconds) { delay_us = microseconds; }

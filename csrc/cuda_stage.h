@@ -66,10 +66,18 @@ StageSource stage_source(const void* token, int64_t nbytes);
 std::string pin_memory(void* data, size_t nbytes, int device);
 void unpin_memory(void* data);
 
-// Gives the call its copy, on XLA's stream.
-void stage_copy(void* to, const StageSource& source, cuda::Stream stream);
+// What a call wants of its slot.
+struct StageWish {
+  char* token;  // the slot's buffer on the device
+  bool whole;   // the call reads that buffer itself
+  void* part;   // gets a copy of `nbytes` bytes from `begin` on; null: none is wanted
+  int64_t begin, nbytes;
+};
+
+// Gives the call what it wants, on XLA's stream.
+void stage_copy(const StageWish& wish, const StageSource& source, cuda::Stream stream);
 // The same where device memory is host memory: for tests without a GPU.
-void stage_copy_on_host(void* to, const StageSource& source);
+void stage_copy_on_host(const StageWish& wish, const StageSource& source);
 // Tests only: such a copy sleeps first, so that a slot written too early shows.
 void set_stage_delay(int64_t microseconds);
 

@@ -122,11 +122,11 @@ void Exec::columns(const Plan::Col* cols, int n, const Plan::Col* end, int64_t b
     col_ = cols;
     const Op& first = col_->cls->ops[col_->cls->plain_take];
     const Dest d = destination(first);
-    k_.copy_rows[bytes == 16   ? 0
-                 : bytes == 32 ? 1
-                 : bytes == 64 ? 2
-                               : 3](rows, kGroupTile, n, d.base, d.pitch * info(first.dst).size,
-                                    bags_);
+    const auto* write = col_->stream ? k_.stream_rows : k_.copy_rows;
+    write[bytes == 16   ? 0
+          : bytes == 32 ? 1
+          : bytes == 64 ? 2
+                        : 3](rows, kGroupTile, n, d.base, d.pitch * info(first.dst).size, bags_);
   }
 }
 

@@ -24,7 +24,7 @@ void put_nan(char* p, int t) {
 // Tables above this are not in the cache by themselves.
 constexpr int64_t kBigTable = 1 << 17;
 // How far ahead rows of such a table are asked for: positions, bytes of their rows, and of one row.
-constexpr int64_t kLeastAhead = 8, kMostAhead = 64, kBytesAhead = 16 << 10, kRowAhead = 512;
+constexpr int64_t kLeastAhead = 8, kMostAhead = 256, kBytesAhead = 64 << 10, kRowAhead = 512;
 
 bool is_reduction(const Op& o) { return o.op == opcode::k_POOL || o.op == opcode::k_ACC; }
 

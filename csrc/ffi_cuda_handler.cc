@@ -1,6 +1,7 @@
 // The handlers of CUDA, and of staging.
 
 #include <optional>
+#include <stdexcept>
 #include <string_view>
 #include <utility>
 
@@ -77,23 +78,58 @@ ffi::Error cuda_execute(cuda::Stream stream, int32_t device, ffi::RemainingArgs 
   });
 }
 
-// ---- staging ----
-
-ffi::Error stage_on_host(ffi::AnyBuffer token, ffi::Result<ffi::BufferR1<ffi::DataType::U8>> pack,
-                         ffi::Result<ffi::BufferR0<ffi::DataType::U8>> done, int64_t nbytes) {
+// Outside graphs, for calls that read a slot's buffer: it is another one at most calls, and a graph
+// would be captured again each time. The kernel runs while XLA still launches what comes after it.
+// `key` is a digest of launch and layout.
+ffi::Error cuda_alone(cuda::Stream stream, int32_t device, ffi::RemainingArgs args,
+                      ffi::RemainingRets rets, std::string_view program, std::string_view hash,
+                      std::string_view launch, std::string_view ptx, std::string_view digest,
+                      ffi::Span<const int64_t> layout, int64_t pointers, std::string_view key) {
   return guarded([&]() -> ffi::Error {
-    stage_copy_on_host(pack->untyped_data(), stage_source(token.untyped_data(), nbytes));
-    *done->typed_data() = 0;
+    CudaArguments a;
+    const CudaAttributes attributes{program, hash, launch, ptx, digest, layout, pointers};
+    if (auto error = read_arguments(device, args, rets, attributes, &a)) return *error;
+    a.key = key;
+    launch_call(prepare_call(a), a, stream);
     return ffi::Error::Success();
   });
 }
 
-// `done` is not written: it says that the call has ended, and is never read.
-ffi::Error stage_on_cuda(cuda::Stream stream, ffi::AnyBuffer token,
-                         ffi::Result<ffi::BufferR1<ffi::DataType::U8>> pack,
-                         ffi::Result<ffi::BufferR0<ffi::DataType::U8>>, int64_t nbytes) {
+// ---- staging ----
+
+// Results: a part of the slot, if one is wanted, and `done`. The latter is not written on a GPU: it
+// says that the call has ended, and is never read.
+StageWish wish_of(ffi::AnyBuffer token, ffi::RemainingRets rets, int64_t nbytes, int64_t begin,
+                  int64_t whole) {
+  StageWish wish{static_cast<char*>(token.untyped_data()), whole != 0, nullptr, begin, 0};
+  if (rets.size() > 1) {
+    auto part = rets.get<ffi::AnyBuffer>(0);
+    if (!part.has_value()) throw std::invalid_argument("recom stage: no part");
+    wish.part = (*part)->untyped_data();
+    wish.nbytes = static_cast<int64_t>((*part)->size_bytes());
+  }
+  const bool holds = whole == 0 || static_cast<int64_t>(token.size_bytes()) == nbytes;
+  if (!holds || begin < 0 || begin > nbytes || wish.nbytes > nbytes - begin)
+    throw std::invalid_argument("recom stage: a part outside its slot");
+  return wish;
+}
+
+ffi::Error stage_on_host(ffi::AnyBuffer token, ffi::RemainingRets rets, int64_t nbytes,
+                         int64_t begin, int64_t whole) {
   return guarded([&]() -> ffi::Error {
-    stage_copy(pack->untyped_data(), stage_source(token.untyped_data(), nbytes), stream);
+    stage_copy_on_host(wish_of(token, rets, nbytes, begin, whole),
+                       stage_source(token.untyped_data(), nbytes));
+    auto done = rets.get<ffi::AnyBuffer>(rets.size() - 1);
+    if (done.has_value()) *static_cast<uint8_t*>((*done)->untyped_data()) = 0;
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error stage_on_cuda(cuda::Stream stream, ffi::AnyBuffer token, ffi::RemainingRets rets,
+                         int64_t nbytes, int64_t begin, int64_t whole) {
+  return guarded([&]() -> ffi::Error {
+    stage_copy(wish_of(token, rets, nbytes, begin, whole),
+               stage_source(token.untyped_data(), nbytes), stream);
     return ffi::Error::Success();
   });
 }
@@ -102,9 +138,10 @@ template <typename Binding>
 auto stage_call(Binding binding) {
   return std::move(binding)
       .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::BufferR1<ffi::DataType::U8>>()
-      .template Ret<ffi::BufferR0<ffi::DataType::U8>>()
-      .template Attr<int64_t>("nbytes");
+      .RemainingRets()
+      .template Attr<int64_t>("nbytes")
+      .template Attr<int64_t>("begin")
+      .template Attr<int64_t>("whole");
 }
 XLA_FFI_DEFINE_HANDLER(kStageOnHost, stage_on_host, stage_call(ffi::Ffi::Bind()));
 // Not compatible with command buffers: a graph would keep the host address that it was captured
@@ -134,11 +171,17 @@ XLA_FFI_DEFINE_HANDLER(kCudaExecute, cuda_execute,
                                            .Ctx<ffi::PlatformStream<cuda::Stream>>()
                                            .Ctx<ffi::DeviceOrdinal>()),
                        {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kCudaAlone, cuda_alone,
+                       cuda_attributes(ffi::Ffi::Bind()
+                                           .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                                           .Ctx<ffi::DeviceOrdinal>())
+                           .Attr<std::string_view>("key"));
 
 }  // namespace
 
 void* cuda_initialize_handler() { return reinterpret_cast<void*>(kCudaInitialize); }
 void* cuda_execute_handler() { return reinterpret_cast<void*>(kCudaExecute); }
+void* cuda_alone_handler() { return reinterpret_cast<void*>(kCudaAlone); }
 void* stage_on_host_handler() { return reinterpret_cast<void*>(kStageOnHost); }
 void* stage_on_cuda_handler() { return reinterpret_cast<void*>(kStageOnCuda); }
 

@@ -12,6 +12,7 @@ void* row_sums_v1_handler();
 // The same fused target on CUDA, by stage; the empty one serves both platforms.
 void* cuda_initialize_handler();
 void* cuda_execute_handler();
+void* cuda_alone_handler();
 // Staging (cuda_stage.h), and what stands for it without a GPU.
 void* stage_on_host_handler();
 void* stage_on_cuda_handler();

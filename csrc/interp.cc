@@ -7,6 +7,7 @@
 #include "exec.h"
 #include "float_mode.h"
 #include "kernels.h"
+#include "prefetch.h"
 
 namespace recom {
 namespace {
@@ -190,6 +191,7 @@ void run_program(const Program& program, const std::vector<Buffer>& physical,
       }
       c += col.group;
     }
+    settle_streams();
     if (exec.bad_index()) bad_index = true;
   });
   stats().calls += 1;

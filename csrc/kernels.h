@@ -74,7 +74,8 @@ struct Kernels {
                        const char* zero, const char** out, int64_t n);
   using CopyRows = void (*)(const char* const* rows, int64_t stride, int64_t k, char* d,
                             int64_t pitch, int64_t n);
-  CopyRows copy_rows[4];  // rows of 16, 32, 64 and 128 bytes
+  CopyRows copy_rows[4];    // rows of 16, 32, 64 and 128 bytes
+  CopyRows stream_rows[4];  // likewise, past the caches
   void (*affine)(int64_t* d, int64_t start, int64_t stride, int64_t n);
   // Smallest and largest of n int64 values (n > 0).
   void (*range)(const int64_t* a, int64_t n, int64_t* lo, int64_t* hi);

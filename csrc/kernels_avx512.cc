@@ -7,6 +7,9 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 
+// Each intrinsic says itself what it needs.
+#include <immintrin.h>
+
 // From here to the end of the file, and with no standard header below it.
 #pragma GCC target( \
     "avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c,bmi,bmi2,lzcnt,popcnt,prfchw,prefer-vector-width=512")

@@ -209,6 +209,7 @@ py::dict program_stats() {
   d["program_cache_hits"] = s.program_cache_hits.load();
   d["programs_cached"] = s.programs_cached.load();
   d["plans_built"] = s.plans_built.load();
+  d["plans_streaming"] = s.plans_streaming.load();
   d["calls"] = s.calls.load();
   d["chunks_run"] = s.chunks_run.load();
   d["tables_scanned"] = s.tables_scanned.load();
@@ -231,7 +232,7 @@ py::dict handlers() {
   d["recom_fused_v1"] = py::capsule(fused_v1_handler());
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
   d["recom_row_sums_v1"] = py::capsule(row_sums_v1_handler());
-  d["recom_stage_v1"] = py::capsule(stage_on_host_handler());
+  d["recom_stage_v2"] = py::capsule(stage_on_host_handler());
   d["recom_corun_stream_v1"] = py::capsule(corun_stream_handler(false));
   d["recom_corun_take_v1"] = py::capsule(corun_take_handler(false));
   d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(false));
@@ -245,7 +246,8 @@ py::dict cuda_handlers() {
   stages["execute"] = py::capsule(cuda_execute_handler());
   d["recom_fused_v1"] = stages;
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
-  d["recom_stage_v1"] = py::capsule(stage_on_cuda_handler());
+  d["recom_stage_v2"] = py::capsule(stage_on_cuda_handler());
+  d["recom_fused_alone_v1"] = py::capsule(cuda_alone_handler());
   d["recom_corun_stream_v1"] = py::capsule(corun_stream_handler(true));
   d["recom_corun_take_v1"] = py::capsule(corun_take_handler(true));
   d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(true));

@@ -99,7 +99,7 @@ struct Plan::Builder {
       column(col, at);
       at += p.classes[col.cls].n_words;
     }
-    group_columns(operands, &plan);
+    group_columns(operands, results, plan.threads_, &plan);
     cut_chunks(cost, plan.threads_, &plan);
   }
 
@@ -339,6 +339,8 @@ Plan::Plan(const Program& program, const std::vector<Buffer>& operands,
   }
   Builder{*this, program, operands, results, {}, {}, {}, {}}.run();
   ++stats().plans_built;
+  const auto streams = [](const Col& col) { return col.stream; };
+  stats().plans_streaming += std::any_of(cols.begin(), cols.end(), streams);
 }
 
 bool Plan::matches(const std::vector<Buffer>& operands, const std::vector<Buffer>& results,

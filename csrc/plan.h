@@ -28,6 +28,9 @@ inline constexpr int64_t kGroupTile = 128;
 inline constexpr int64_t kGroupBytes = 512;
 // Bags in a tile of a column without jagged regions.
 inline constexpr int64_t kMaxTile = 128;
+// A result with more bytes for each thread does not stay in their second-level caches, and its
+// lines are written past them.
+inline constexpr int64_t kStreamBytes = 2 << 20;
 
 class Plan {
  public:
@@ -35,11 +38,12 @@ class Plan {
     const ColumnClass* cls;
     const int64_t* v;  // slots (dims resolved), then derived words
     int64_t bags;
-    int64_t tile;       // bags that its registers hold
-    int64_t chunk;      // positions that its registers hold
-    int64_t temp;       // offset of the temporaries in the scratch
-    int64_t temp_each;  // bytes of each of three
-    int group = 1;      // columns from this one on whose rows lie side by side in the result
+    int64_t tile;         // bags that its registers hold
+    int64_t chunk;        // positions that its registers hold
+    int64_t temp;         // offset of the temporaries in the scratch
+    int64_t temp_each;    // bytes of each of three
+    int group = 1;        // columns from this one on whose rows lie side by side in the result
+    bool stream = false;  // a group's rows are written past the caches
   };
   // Columns [col0, col1) by bags [bag0, bag1).
   struct Chunk {

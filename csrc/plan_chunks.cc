@@ -22,6 +22,12 @@ int64_t plain_bytes(const Plan::Col& col, const std::vector<Buffer>& operands) {
   return bytes == 16 || bytes == 32 || bytes == 64 || bytes == 128 ? bytes : 0;
 }
 
+bool streams(const Buffer& result, int threads) {
+  double bytes = element_size(result.dtype);
+  for (int i = 0; i < result.rank; ++i) bytes *= static_cast<double>(result.dims[i]);
+  return bytes > static_cast<double>(kStreamBytes) * std::max(threads, 1);
+}
+
 int64_t tile_for(int64_t bags) {
   // Blocks of columns do the balancing: two threads take them from the two ends.
   // A few tiles a thread hold together so many bags that a column's table is read once for them.
@@ -54,7 +60,8 @@ void split(size_t begin, size_t end, double target, const std::vector<double>& c
 
 }  // namespace
 
-void group_columns(const std::vector<Buffer>& operands, Plan* plan) {
+void group_columns(const std::vector<Buffer>& operands, const std::vector<Buffer>& results,
+                   int threads, Plan* plan) {
   for (size_t i = 0; i < plan->cols.size();) {
     Plan::Col& first = plan->cols[i];
     const int64_t bytes = plain_bytes(first, operands);
@@ -73,6 +80,7 @@ void group_columns(const std::vector<Buffer>& operands, Plan* plan) {
       ++end;
     }
     first.group = static_cast<int>(end - i);
+    first.stream = bytes && streams(results[first.v[first.cls->ops.back().buffer]], threads);
     i = end;
   }
 }

@@ -9,8 +9,10 @@
 
 namespace recom {
 
-// Finds runs of columns whose rows lie side by side, so that one pass may write them all.
-void group_columns(const std::vector<Buffer>& operands, Plan* plan);
+// Finds runs of columns whose rows lie side by side, so that one pass may write them all, and
+// decides whether it does so past the caches.
+void group_columns(const std::vector<Buffer>& operands, const std::vector<Buffer>& results,
+                   int threads, Plan* plan);
 
 // Splits the work: runs of adjacent columns with equally many bags, by tiles of bags. `cost` is
 // per bag, of each column.

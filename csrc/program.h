@@ -191,7 +191,8 @@ std::shared_ptr<const Program> cached_program(std::string_view hash, std::string
 
 struct Stats {
   std::atomic<int64_t> programs_decoded{0}, program_cache_hits{0}, programs_cached{0};
-  std::atomic<int64_t> plans_built{0}, calls{0}, chunks_run{0}, tables_scanned{0};
+  std::atomic<int64_t> plans_built{0}, plans_streaming{0}, calls{0}, chunks_run{0},
+      tables_scanned{0};
   std::atomic<int64_t> row_sums{0};
 };
 Stats& stats();

@@ -4,6 +4,8 @@
 #include <map>
 #include <mutex>
 
+#include "handover.h"
+
 namespace recom {
 
 namespace {
@@ -44,6 +46,7 @@ Upload::~Upload() {
 
 void Upload::Issue(int64_t begin, int64_t end, bool last) {
   if (ordinal_ < 0) {
+    take_over(reinterpret_cast<void*>(buffer_));
     std::memcpy(reinterpret_cast<char*>(buffer_) + begin, host_ + begin,
                 static_cast<size_t>(end - begin));
   } else {
@@ -58,16 +61,9 @@ void Upload::Issue(int64_t begin, int64_t end, bool last) {
   if (last) finished_ = true;
 }
 
-void Upload::Hand(void* to, cuda::Stream stream) const {
+void Upload::Await(cuda::Stream stream) const {
   const cuda::Driver& driver = cuda::Driver::get();
   driver.check(driver.stream_wait_event(stream, event_, 0), "wait for a batch");
-  driver.check(driver.copy_on_device_async(reinterpret_cast<cuda::Pointer>(to), buffer_,
-                                           static_cast<size_t>(nbytes_), stream),
-               "copy a batch on the device");
-}
-
-void Upload::HandOnHost(void* to) const {
-  std::memcpy(to, reinterpret_cast<const void*>(buffer_), static_cast<size_t>(nbytes_));
 }
 
 void Upload::Drain() const {

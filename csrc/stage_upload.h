@@ -26,9 +26,8 @@ class Upload {
   void Issue(int64_t begin, int64_t end, bool last);
   // Whether all parts were issued.
   bool finished() const { return finished_; }
-  // Has a stream wait for them and copy the buffer.
-  void Hand(void* to, cuda::Stream stream) const;
-  void HandOnHost(void* to) const;
+  // Has a stream wait for them.
+  void Await(cuda::Stream stream) const;
   // Waits until nothing reads the slot or writes the buffer any more.
   void Drain() const;
 

@@ -61,6 +61,7 @@ class Plan:
       arena_leaves, direct_bound: numbers of bound leaves in the arena, and of those passed as they are.
       layout, packer: of the staged leaves; packer: narrows 64-bit leaves as the x64 flag was.
       target: where the staging operand is a token (`stage`); None: where it is the staging array.
+      copied: bytes of the pack that each call copies on the device, where there is a target.
       body: (staging?, arena?, *direct_bound, *direct) -> the function's result; with a target (result, done).
       call: the same, jitted; raises `MismatchError` where a direct leaf's type is another.
     """
@@ -76,6 +77,7 @@ class Plan:
     layout: Any
     packer: Any
     target: stage.Target | None
+    copied: int
     body: Callable[..., Any]
     call: Callable[..., Any]
 
@@ -121,8 +123,10 @@ def make_plan(source: Source) -> Plan:
         fits = source.packable[k] and (fused_only(var) or batch[k].nbytes <= source.pack_any)
         (packed if fits else direct).append(k)
     names = call.names[n_bound:]
+    by_other = [id(batch_vars[k]) in by_xla for k in packed]
     specs = [LeafSpec(np.dtype(batch_vars[k].aval.dtype), tuple(batch[k].shape)) for k in packed]
     layout = pack.layout_of(specs, [names[k] for k in packed]) if packed else None
+    part = _part(layout, by_other) if layout is not None else None
     places = _Places(
         n_bound,
         tuple(packed),
@@ -132,6 +136,7 @@ def make_plan(source: Source) -> Plan:
         layout,
         pack.layout_of([LeafSpec.of(call.leaves[k]) for k in arena]) if arena else None,
         source.target is not None and bool(packed),
+        part,
     )
     body = _body(compiled, places)
     body.__name__ = source.name
@@ -149,6 +154,7 @@ def make_plan(source: Source) -> Plan:
         layout,
         packer,
         source.target if places.by_token else None,
+        part[1] - part[0] if part else layout.total_bytes if layout is not None else 0,
         body,
         jax.jit(body),
     )
@@ -186,6 +192,17 @@ def direct_mismatch(plan: Plan, leaves: Sequence[Any]) -> str:
     return ""
 
 
+def _part(layout: Any, by_other: Sequence[bool]) -> tuple[int, int] | None:
+    """Which bytes of a pack something besides fused calls reads. None: most of it, so that it is copied whole."""
+    read = [
+        (layout.offset(k), layout.offset(k) + layout.entry_bytes(k))
+        for k, other in enumerate(by_other)
+        if other and layout.entry_bytes(k)
+    ]
+    begin, end = (min(a for a, _ in read), max(b for _, b in read)) if read else (0, 0)
+    return (begin, end) if 2 * (end - begin) <= layout.total_bytes else None
+
+
 def _nbytes(spec: LeafSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
@@ -215,6 +232,9 @@ class _Places:
     layout: Any
     arena_layout: Any
     by_token: bool
+    part: (
+        tuple[int, int] | None
+    )  # what of the pack is copied for XLA, where fused calls read the token
 
 
 def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
@@ -227,8 +247,14 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         rest = list(args)
         staging = rest.pop(0) if places.packed else None
-        if places.by_token:
+        token = None
+        if places.by_token and places.part is None:
             staging, done = stage.copy_slot(staging, places.layout.total_bytes)
+        elif places.by_token and places.part is not None:
+            nbytes = places.layout.total_bytes
+            copied, done = stage.hand_slot(staging, nbytes, places.part)
+            # Where no fused call can be made after all, its fallback reads a copy. XLA leaves it out elsewhere.
+            token = _Token(staging, done, stage.copy_slot(staging, nbytes)[0])
         arena = rest.pop(0) if places.arena else None
         direct = [
             *((jaxpr.invars[k], None) for k in places.direct_bound),
@@ -257,12 +283,16 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
             if isinstance(atom, compat.Literal):
                 return atom.val
             if id(atom) not in env:
-                env[id(atom)] = pack.unpack(*in_pack[id(atom)])
+                value, layout, entry = in_pack[id(atom)]
+                if token is not None and value is token.array:
+                    env[id(atom)] = pack.unpack(copied, layout, entry, places.part)
+                else:
+                    env[id(atom)] = pack.unpack(value, layout, entry)
             return env[id(atom)]
 
         for eqn in jaxpr.eqns:
             if eqn.primitive is fused_p:
-                outs = _bind_packed(eqn, env, in_pack)
+                outs = _bind_packed(eqn, env, in_pack, token)
             else:
                 outs = compat.bind_eqn(eqn, [read(v) for v in eqn.invars])
             for var, value in zip(eqn.outvars, outs, strict=True):
@@ -273,8 +303,26 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
     return call
 
 
+@dataclasses.dataclass(frozen=True)
+class _Token:
+    """A pack that fused calls read where it was staged.
+
+    Attributes:
+      array: the token.
+      done: an operand of whatever reads it, which comes after the wait for its bytes by that.
+      copy: what a fallback reads.
+    """
+
+    array: Any
+    done: Any
+    copy: Any
+
+
 def _bind_packed(
-    eqn: Any, env: dict[int, Any], in_pack: dict[int, tuple[Any, Any, int]]
+    eqn: Any,
+    env: dict[int, Any],
+    in_pack: dict[int, tuple[Any, Any, int]],
+    token: _Token | None,
 ) -> list[Any]:
     """A fused equation whose operands lie in packs: the same program, another binding."""
     call: FusedCall = eqn.params["call"]
@@ -289,9 +337,16 @@ def _bind_packed(
         return index[key]
 
     packs: dict[int, int] = {}
+
+    def close() -> int:
+        """How many operands the custom call takes, of those placed so far."""
+        if token is not None and id(token.array) in packs:
+            place(id(token.done), token.done)
+        return len(physical)
+
     for n, var in enumerate(eqn.invars):
         if n == call.n_physical:
-            n_used = len(physical)
+            n_used = close()
         if id(var) in in_pack:
             value, layout, entry = in_pack[id(var)]
             at = packs.setdefault(id(value), place(id(value), value))
@@ -300,13 +355,18 @@ def _bind_packed(
             value = var.val if isinstance(var, compat.Literal) else env[id(var)]
             where.append((place(id(var), value), -1, None))
     if len(eqn.invars) == call.n_physical:
-        n_used = len(physical)
+        n_used = close()
     binding = tuple(x for at, entry, _ in where[: call.n_physical] for x in (at, entry))
     places: list[int] = []  # on CUDA: physical operand, byte offset or -1, rank, dims
     for at, entry, layout in where[: call.n_physical]:
         shape = () if entry < 0 else layout.shape(entry)
         places += [at, -1 if entry < 0 else layout.offset(entry), len(shape), *shape]
     original = call.fallback
+    alone = token is not None and id(token.array) in packs
+    if alone and token is not None:  # behind what the custom call takes
+        copy = place(id(token.copy), token.copy)
+        staged = packs[id(token.array)]
+        where = [(copy if at == staged else at, entry, layout) for at, entry, layout in where]
 
     def fallback(*operands: Any) -> list[Any]:
         return original(
@@ -326,5 +386,6 @@ def _bind_packed(
         tuple(places),
         call.program,
         packed=True,
+        alone=alone,
     )
     return list(fused_p.bind(*physical, call=new))

@@ -8,6 +8,7 @@ what counts, so the answer is right wherever plain JAX's is.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ class FusedCall:
       fallback: the replaced equations as a function of all operands, returning a list.
       options: how it was made, for the calls that batching makes of it.
       packed: whether it reads packs (a bound call).
+      alone: whether it reads a slot's token (`stage`), and so stays out of CUDA graphs.
       layout: what `binding` is on CUDA, where a pack's header is not read (docs/cuda_target.md).
       program: what `encoded` encodes.
       closed: `fallback` as a jaxpr, so that an optimized function inside another is compiled as one.
@@ -48,6 +50,7 @@ class FusedCall:
     layout: tuple[int, ...]
     program: Program
     packed: bool = False
+    alone: bool = False
     closed: Any = None
     constants: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
@@ -87,10 +90,11 @@ def is_partitioned(ctx: Any) -> bool:
 
 
 def _lower_call(
-    ctx: Any, operands: Sequence[Any], call: FusedCall, scratch: int = 0, **attributes: Any
-) -> Any:
+    ctx: Any, operands: Sequence[Any], call: FusedCall, scratch: int = 0, target: str = ffi.FUSED,
+    **attributes: Any,
+) -> Any:  # fmt: skip
     """The custom call; `scratch`: bytes of memory for each execution, a last result that nobody reads."""
-    rule = jax.ffi.ffi_lowering(ffi.FUSED)
+    rule = jax.ffi.ffi_lowering(target)
     outs = list(ctx.avals_out)
     if scratch:
         outs.append(jax.core.ShapedArray((scratch,), np.dtype(np.uint8)))
@@ -147,6 +151,11 @@ def lower_cuda(ctx: Any, *operands: Any, call: FusedCall) -> Any:
         )
         return _lower_fallback(ctx, *operands, call=call)
     _UNFUSED_ON_CUDA.pop(call.encoded.digest, None)
+    layout = np.array(call.layout, np.int64)
+    more: dict[str, Any] = {}
+    if call.alone:
+        key = hashlib.sha256(made.launch + layout.tobytes()).hexdigest()
+        more = {"target": ffi.ALONE, "key": key}
     return _lower_call(
         ctx,
         operands,
@@ -155,8 +164,9 @@ def lower_cuda(ctx: Any, *operands: Any, call: FusedCall) -> Any:
         launch=made.launch,
         ptx=made.image,
         digest=made.digest,
-        layout=np.array(call.layout, np.int64),
+        layout=layout,
         pointers=np.int64(made.pointers),
+        **more,
     )
 
 

@@ -121,13 +121,16 @@ def ring_bytes(layout: Layout, n_slots: int) -> int:
     return n_slots * (-(-(int(layout.total_bytes) + int(_recom.PACK_ALIGN)) // _PAGE) * _PAGE)
 
 
-def unpack(pack_u8: jax.Array, layout: Layout, i: int) -> jax.Array:
-    """Entry `i` of a pack, inside or outside a trace."""
-    if pack_u8.dtype != jnp.uint8 or pack_u8.shape != (layout.total_bytes,):
+def unpack(
+    pack_u8: jax.Array, layout: Layout, i: int, part: tuple[int, int] | None = None
+) -> jax.Array:
+    """Entry `i` of a pack, or of the part of one from byte `part[0]` up to `part[1]`, inside or outside a trace."""
+    begin, end = part or (0, layout.total_bytes)
+    if pack_u8.dtype != jnp.uint8 or pack_u8.shape != (end - begin,):
         raise ArgumentError(
-            f"expected a pack of uint8[{layout.total_bytes}], was given {pack_u8.dtype}{list(pack_u8.shape)}"
+            f"expected a pack of uint8[{end - begin}], was given {pack_u8.dtype}{list(pack_u8.shape)}"
         )
-    dtype, shape, offset = layout.dtype(i), layout.shape(i), layout.offset(i)
+    dtype, shape, offset = layout.dtype(i), layout.shape(i), layout.offset(i) - begin
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ArgumentError(
             f"entry {i} is {dtype}, which JAX does not have while jax_enable_x64 is off"

@@ -39,7 +39,7 @@ class Prepared(InTrace):
         target = stage.target_of(self._core.home)
         if target is None:
             return BindCost(-(-arena // _PAGE) * _PAGE, slot, slots, shared)
-        copy = 2 * plan.layout.total_bytes if plan.packed else 0
+        copy = plan.layout.total_bytes + plan.copied if plan.packed else 0
         return BindCost(arena, slot, slots, shared, str(target.device), copy)
 
     def warmup(self, sizes: int | Sequence[int], *example: Any, **kwargs: Any) -> None:

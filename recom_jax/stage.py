@@ -1,8 +1,10 @@
 """Staging on a GPU: a call is handed a slot's token and copies the slot itself.
 
 JAX copies numpy arrays to a GPU from pageable memory, in its own time. Here slots are page-locked, and the jitted
-function's first equation is the FFI target `recom_stage_v1`: it finds a slot by the device address of its *token*, a
-tiny array made once a slot, and copies the slot on XLA's stream. The pack is then an array like any other.
+function's first equation is the FFI target `recom_stage_v2`: it finds a slot by the device address of its *token*, an
+array as large as the slot and made once a slot, where the slot's bytes are or are on their way, and has XLA's stream
+wait for them. Fused calls behind it read the token itself. What XLA reads must be an array like any other, so it is
+copied out of the token (`part`): XLA may move a read of an operand ahead of the wait.
 
 JAX does not know that a call reads a slot, so `Flights` holds on to it: each call also returns a tiny array `done`,
 and its slot is let go once that is ready.
@@ -135,10 +137,27 @@ class Target:
 
 
 def copy_slot(token: Any, nbytes: int) -> tuple[Any, Any]:
-    """In a jitted function: (the pack of the slot that the token stands for, `done`)."""
-    kinds = [jax.ShapeDtypeStruct(shape, np.uint8) for shape in ((nbytes,), ())]
-    pack, done = jax.ffi.ffi_call(ffi.STAGE, kinds)(token, nbytes=np.int64(nbytes))
-    return pack, done
+    """In a jitted function: (a copy of the slot that the token stands for, `done`)."""
+    return _wish(token, nbytes, (0, nbytes), whole=False)
+
+
+def hand_slot(token: Any, nbytes: int, part: tuple[int, int]) -> tuple[Any, Any]:
+    """In a jitted function: (a copy of the slot's bytes from `part[0]` up to `part[1]`, `done`).
+
+    Whatever has `done` as an operand may read the token itself.
+    """
+    return _wish(token, nbytes, part, whole=True)
+
+
+def _wish(token: Any, nbytes: int, part: tuple[int, int], whole: bool) -> tuple[Any, Any]:
+    begin, end = part
+    kinds = [jax.ShapeDtypeStruct(shape, np.uint8) for shape in ((end - begin,), ())]
+    if begin == end:
+        del kinds[0]
+    found = jax.ffi.ffi_call(ffi.STAGE, kinds)(
+        token, nbytes=np.int64(nbytes), begin=np.int64(begin), whole=np.int64(whole)
+    )
+    return (jax.numpy.zeros(0, np.uint8), found[0]) if begin == end else (found[0], found[1])
 
 
 def home_of(leaves: Sequence[Any]) -> tuple[Any, bool]:
