@@ -170,6 +170,12 @@ def test_long_bags_change_jagged_bags_alone(name: str) -> None:
     assert "long" not in source(name)
 
 
+@pytest.mark.parametrize("flight", [0, -2, 3, 6])
+def test_flights_are_powers_of_two(flight: int) -> None:
+    with pytest.raises(ValueError, match="expected a power of two"):
+        Schedule(flight=flight)
+
+
 def test_the_option_for_long_bags() -> None:
     """`Options.long_bags` is part of what a kernel is kept by, whatever was made before; a CPU has nothing of it."""
     fn, args = jagged()

@@ -46,6 +46,11 @@ class Schedule:
     tiles: int = 0
     long: bool = False
 
+    def __post_init__(self) -> None:
+        """Rounds of a team are whole flights of each lane's numbers."""
+        if self.flight < 1 or self.flight & (self.flight - 1):
+            raise ValueError(f"a flight of {self.flight} rows: expected a power of two")
+
     @property
     def plan(self) -> tuple[int, int, int]:
         """What the launch words say of it."""
