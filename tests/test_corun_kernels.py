@@ -274,3 +274,22 @@ def test_a_mean_over_classes_searches_once() -> None:
     assert searched.index("while (") < searched.index("for (int k")
     (got,) = corun_emulation.run(made, [x])
     np.testing.assert_array_equal(got, jax.jit(prep)({"x": x})["m"])
+
+
+@pytest.mark.parametrize("before", [2, 3])
+def test_no_variable_has_the_name_of_a_type(before: int) -> None:
+    """A place named i32 would hide the type from the lines behind it."""
+    x = jnp.arange(40)
+
+    def prep(raw: Any) -> Any:
+        at = raw["n"]
+        for k in range(before):
+            at = at + k
+        for _ in range(12):
+            at = x[at % 40] + 1
+        return {"at": at}
+
+    n = np.arange(5, dtype=np.int32)
+    made = kernels.compile_prep(prep, {"n": n})
+    (got,) = corun_emulation.run(made, [n])
+    np.testing.assert_array_equal(got, jax.jit(prep)({"n": n})["at"])

@@ -107,7 +107,7 @@ class Writer:
 
     def integer(self, text: str) -> str:
         """A variable of type int: a place or a length."""
-        return self._named("int", text, "i")
+        return self._named("int", text, "j")  # not "i": i32 is a type
 
     def wide(self, text: str) -> str:
         return self._named("long long", text, "n")
