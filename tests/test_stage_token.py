@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,8 @@ from hypothesis import strategies as st
 import recom_jax
 from recom_jax import _recom, ffi, lowering, pack, stage
 from recom_jax.bound import Plan
+from recom_jax.cuda import nvrtc
+from recom_jax.errors import CudaError
 from tests.helpers import cpu_only
 
 pytestmark = cpu_only("the emulated device is the CPU")
@@ -160,6 +164,28 @@ def test_a_fallback_reads_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         layout.shape(i), layout.dtype(i)))  # fmt: skip
     call.fallback(*values)
     assert asked and not any(p is values[0] for p in asked)
+
+
+def test_on_a_gpu_it_is_a_call_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Outside CUDA graphs, with a key in the place of comparing launch and layout."""
+    try:
+        nvrtc.version()
+    except CudaError as why:
+        pytest.skip(str(why))
+    monkeypatch.setenv("RECOM_CACHE_DIR", str(tmp_path))
+    keys = []
+    for size in (16, 17):
+        server, plan = served(model_reading((), dense=True), batch_of(size))
+        token = np.zeros(plan.layout.total_bytes, np.uint8)
+        traced = jax.jit(plan.body).trace(token, *server._bound(plan))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert f"@{ffi.FUSED}" not in text
+        (call,) = re.findall(rf"custom_call @{ffi.ALONE}\(%arg0, .*", text)
+        assert "ptx = " in call and "layout = " in call
+        keys += re.findall(r'key = "([0-9a-f]{64})"', call)
+    assert len(set(keys)) == 2  # other places
 
 
 def slot_of(leaf: Any) -> Any:
