@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import recom_jax
 from recom_jax.cuda.codegen import Schedule, generate
 from recom_jax.errors import EncodeError
 from recom_jax.program import Program
@@ -222,6 +223,29 @@ def test_tiles_of_many_short_bags(n: int, total: int) -> None:
     shown = [splits] if total > 1000 else [splits, splits[::-1].copy()]
     for one in shown:
         check(fn, (t, x, one), 1e-4, (Options(tiles="simple"), Options(sms=1, order=2)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(("rows", "width"), [(3, 3), (41, 8), (700, 5), (900, 16)])
+def test_one_number_that_is_not_finite(rows: int, width: int, dtype: Any) -> None:
+    """A product with a one-hot matrix is NaN where a row that it leaves out is not finite: all rows are looked at."""
+    rng = np.random.default_rng(rows)
+    ids = rng.integers(-1, rows + 1, (9, 4)).astype(np.int32)
+    table = rng.standard_normal((rows, width)).astype(dtype)
+
+    def fn(a: Any) -> Any:
+        t, x = a
+        picked = jax.nn.one_hot(x[:, 0], rows, dtype=t.dtype)
+        return [picked @ t, jax.nn.one_hot(x, rows, dtype=t.dtype).sum(1) @ t]
+
+    # XLA adds rows up in float16.
+    fused = 2 if dtype == np.float32 else 1
+    assert recom_jax.optimize(fn).explain((table, ids)).num_fused == fused
+    places = {0, 1, 3, 4, table.size - 1, table.size - 2, table.size - table.size % 8}
+    for at in (*sorted(places - {table.size}), *rng.integers(0, table.size, 12)):
+        t = table.copy()
+        t.reshape(-1)[at] = rng.choice([np.nan, np.inf, -np.inf])
+        check(fn, (t, ids), 1e-2 if dtype == np.float16 else 1e-5, (Options(sms=1),))
 
 
 @pytest.mark.parametrize("beyond", [1, 30])

@@ -329,12 +329,31 @@ RECOM_FN bool non_finite(E x) {
     return false;
   }
 }
-// Whether a table holds anything that is not finite; the whole block asks.
+// Whether a table holds anything that is not finite; the whole block asks. One that is dense is read by vectors, several of them on
+// their way: the block would otherwise wait for memory once an element.
 template <class E>
 RECOM_FN bool block_non_finite(const E* table, i64 rows, i64 row_stride, i64 width) {
+  constexpr int kVector = 16 / static_cast<int>(sizeof(E)), kFlight = 4;
+  const i64 n = rows * width;
+  const bool dense = row_stride == width && reinterpret_cast<u64>(table) % 16 == 0;
+  const i64 vectors = dense ? n / kVector : 0;
   bool bad = false;
 #pragma unroll 1
-  for (i64 k = threadIdx.x; k < rows * width; k += kThreads) {
+  for (i64 k = threadIdx.x; k < vectors; k += kThreads * kFlight) {
+    Row<E, kVector> x[kFlight];
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      const i64 at = k + u * kThreads;
+      x[u] = load_vector<E, kVector>(table + (at < vectors ? at : k) * kVector);
+    }
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) bad |= non_finite(x[u].v[i]);
+    }
+  }
+#pragma unroll 1
+  for (i64 k = vectors * kVector + threadIdx.x; k < n; k += kThreads) {
     bad |= non_finite(load_one(table + k / width * row_stride + k % width));
   }
   return __syncthreads_or(bad) != 0;
