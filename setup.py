@@ -129,7 +129,8 @@ class ParallelBuildExt(build_ext):
             objects = pool.map(compile_one, sources, chunksize=1)
         ext.extra_objects = [obj for group in objects for obj in group]
         ext.sources = []  # nothing left but to link
-        self.force = True  # whatever the age of the library: objects are not among what it is compared with
+        # Whatever the age of the library: objects are not among what it is compared with.
+        self.force = True
         super().build_extension(ext)
 
     def check_python_headers(self) -> None:
