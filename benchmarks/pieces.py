@@ -32,8 +32,9 @@ WAITING = 0.6  # of the time that is left: a timed part that waits longer for co
 class Beside:
     """How pieces run: so many processes at once, all of them ended after `seconds`.
 
-    `only`: the pieces to measure, if not all. `share`: of the device's memory, that each process takes. `compiled`:
-    folder where XLA's code of slow peers is kept, so that a piece that was ended need not compile it again, or None.
+    `only`: the pieces to measure, if not all, in this order. `share`: of the device's memory, that each process takes.
+    `compiled`: folder where XLA's code of slow peers is kept, so that a piece that was ended need not compile it again,
+    or None.
     """
 
     only: tuple[str, ...] | None = None
@@ -92,11 +93,8 @@ def run(
     if unknown:
         raise RuntimeError(f"{case} has no piece {unknown[0]!r}, but {', '.join(pieces)}")
     paths = {name: path_of(context.kept, case, name) for name in pieces}
-    todo = [
-        n
-        for n, p in paths.items()
-        if n in (beside.only or pieces) and read(p, context.settings) is None
-    ]
+    asked = dict.fromkeys(beside.only or pieces)
+    todo = [n for n in asked if read(paths[n], context.settings) is None]
     failed = _spawn(case, todo, paths, context, beside)
     found = {n: read(p, context.settings) for n, p in paths.items()}
     parts = {n: part for n, part in found.items() if part is not None}

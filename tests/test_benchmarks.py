@@ -298,6 +298,21 @@ def test_a_case_in_pieces_goes_on(tmp_path: pathlib.Path) -> None:
     assert pieces.read(kept[8], dataclasses.replace(settings, batch=99)) is None
 
 
+def test_pieces_run_in_the_order_that_is_asked_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(pieces, "_spawn", lambda case, todo, *rest: ran.extend(todo) or {})
+    every = dict.fromkeys("abcd", lambda context: Result((), (), {}))
+    for only, want in ((("c", "a", "c"), "ca"), (None, "abcd")):
+        ran.clear()
+        with pytest.raises(RuntimeError, match="no piece was measured"):
+            pieces.run(
+                "x", every, None, Context(Settings.tiny(), tmp_path), pieces.Beside(only=only)
+            )
+        assert "".join(ran) == want
+
+
 def test_pieces_that_do_not_end_are_ended(tmp_path: pathlib.Path) -> None:
     with pytest.raises(RuntimeError, match=r"no piece was measured.*not begun"):
         driver.run_case("gpu_model_e", QUICK, tmp_path, beside=pieces.Beside(seconds=0.0))
