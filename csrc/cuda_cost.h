@@ -18,7 +18,7 @@ inline constexpr int kMaxPasses = 8;
 // Blocks with jagged bags that an SM really holds, for their registers.
 inline constexpr int kJaggedBlocks = 5;
 // Positions and bags that a tile of jagged bags aims at, at most: with some to spare, 4-byte ids
-// and limits of so many fit its stage of shared memory (kStageBytes in recom_tile.cuh).
+// and limits of so many fit its stage of shared memory (kStageBytes in recom_stage.cuh).
 inline constexpr double kStageWords = 3580;
 // Tiles that deal out their positions: what a position costs beside the lanes of its row, what a
 // tile should cost at least, for its beginning takes as long as half of that, and words as above

@@ -190,8 +190,6 @@ class Server(Prepared):
         elif found is not None:
             leased = flat.leased.get((found.layout, context()))
             if leased is not None:
-                if stage.STIRRED_AGAIN and leased.target is not None:
-                    _recom.stir(stage.STIRRED_AGAIN, self._spin(leased.target))
                 try:
                     staged = found.array()
                 except RuntimeError:

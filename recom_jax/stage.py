@@ -30,7 +30,6 @@ _MOST_THREADS = 8
 PIECE_BYTES = 1 << 20
 SPIN_US = 1000
 STIRRED = 3  # threads that a lease wakes: a processor that sleeps is slow to start the call
-STIRRED_AGAIN = 0  # threads that serving the lease wakes again: none, as no gain of it was seen
 _SPINNING = 8  # processors
 _emulated = False  # tests: stage on the CPU as on a GPU
 

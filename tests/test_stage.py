@@ -348,23 +348,6 @@ def test_an_unknown_token_is_an_error() -> None:
         jax.block_until_ready(copy(token, nbytes))
 
 
-def test_serving_a_lease_may_wake_helpers_again(
-    params: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve = recom_jax.optimize(test_serve.model, options=recom_jax.Options(spin_us=50)).bind(params)
-    batch = make_batch(9)
-    serve(batch)
-    woken: list[tuple[int, int]] = []
-    monkeypatch.setattr(_recom, "stir", lambda n, us: woken.append((n, us)))
-    for again, want in ((0, []), (2, [(2, 50)])):
-        monkeypatch.setattr(stage, "STIRRED_AGAIN", again)
-        views = fill(serve.input_views(batch), batch)
-        woken.clear()
-        equal(serve(views), PLAIN(params, batch))
-        del views
-        assert woken == want
-
-
 # ---- flights -------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from recom_jax.program import Instr, Reg
 
 # How bags lie that a search of this mode finds (recom_tile.cuh).
 BAGS = {"SPLITS": "SplitBags", "LENGTHS": "LengthBags"}
-# What cp.async copies (recom_tile.cuh).
+# What cp.async copies (recom_stage.cuh).
 _STAGED = ("int32", "int64", "uint32", "uint64", "float32", "float64")
 STAGE_BYTES = 16384
 
