@@ -96,16 +96,7 @@ class Emitter(Lookups):
         if isinstance(e, ir.Affine):
             if self._row(e, s):
                 raise EncodeError("an iota along the embedding axis")
-            dst = self.reg(s, e.dtype, False)
-            self.put(
-                s,
-                "AFFINE",
-                dst,
-                self.size(e.offset),
-                len(s.axes),
-                *(self.size(e.strides[k]) for k in s.axes),
-            )
-            return dst
+            return self._affine(s, e.dtype, e.offset, [e.strides[k] for k in s.axes])
         if isinstance(e, ir.Op):
             return self._op(e, s)
         if isinstance(e, ir.Search):
@@ -139,8 +130,22 @@ class Emitter(Lookups):
         self.put(s, "CONVERT", dst, src)
         return dst
 
+    def _affine(self, s: Space, dtype: str, offset: DimLike, strides: Sequence[DimLike]) -> int:
+        dst = self.reg(s, dtype, False)
+        self.put(
+            s, "AFFINE", dst, self.size(offset), len(strides), *[self.size(n) for n in strides]
+        )
+        return dst
+
     def _load(self, e: ir.Load, s: Space) -> int:
         row = self._row(e, s)
+        steps = None if row else self.steps_of(e.var)
+        if steps is not None:
+            # XLA makes such a constant of an iota, in a kernel of its own in front of the call.
+            first, step = steps
+            return self._affine(
+                s, e.dtype, first + step * e.offset, [step * e.strides[k] for k in s.axes]
+            )
         dst = self.reg(s, e.dtype, row)
         axes = [*s.axes, s.feature] if row else list(s.axes)
         strides = [self.size(e.strides[k]) for k in axes if k is not None]

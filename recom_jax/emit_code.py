@@ -12,6 +12,7 @@ import numpy as np
 from recom_jax import ir
 from recom_jax.program import DIM, IMM, Instr, Reg
 from recom_jax.shape_solver.dims import DimLike
+from recom_jax.simplify.facts import LARGEST_CONSTANT
 
 # The format's operations under the names of `ir.Op`.
 # fmt: off
@@ -23,6 +24,8 @@ BINARY = frozenset((
     "eq", "ne", "lt", "le", "gt", "ge",
 ))
 # fmt: on
+
+_WIDE = 2**62  # differences of smaller numbers fit 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,18 @@ class Space:
     body: list[Instr]
 
 
+def equal_steps(array: Any) -> tuple[int, int] | None:
+    """(first, step) of a vector of integers in equal steps, else None."""
+    if np.ndim(array) != 1 or not 2 <= np.size(array) <= LARGEST_CONSTANT:
+        return None
+    a = np.asarray(array)
+    if a.dtype.kind not in "iu" or int(a.min()) < -_WIDE or int(a.max()) > _WIDE:
+        return None
+    a = a.astype(np.int64)
+    first, step = int(a[0]), int(a[1] - a[0])
+    return (first, step) if (np.diff(a) == step).all() else None
+
+
 class Code:
     """Slots, registers and instructions. `memo` says which register holds an expression in which space."""
 
@@ -46,8 +61,10 @@ class Code:
         resolve: Callable[[DimLike], DimLike],
         operand: Callable[[Any], int],
         outputs: Sequence[Any],
+        steps_of: Callable[[Any], tuple[int, int] | None],
     ) -> None:
         self.pool, self.resolve, self.operand, self.outputs = pool, resolve, operand, outputs
+        self.steps_of = steps_of
         self.slots: list[tuple[str, Any]] = []
         self.regs: list[Reg] = []
         self.memo: dict[Any, int] = {}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from recom_jax import ir
 from recom_jax.emit import Emitter
+from recom_jax.emit_code import equal_steps
 from recom_jax.program import DIM, IMM, OPERAND, ClassDef
 from recom_jax.shape_solver.dims import DimLike, substitute, symbol, symbols
 
@@ -47,14 +48,17 @@ class Columns:
         operand: Callable[[Any], int],
         order: Sequence[Any],
         outputs: Sequence[Any],
+        constants: Mapping[int, Any],
     ) -> None:
+        """`constants`: arrays by id of their variable."""
         self.pool, self.resolve, self.operand, self.outputs = pool, resolve, operand, outputs
-        self.order = order
+        self.order, self.constants = order, constants
+        self._steps: dict[int, tuple[int, int] | None] = {}
         self._known: dict[Any, _Known | None] = {}
 
     def column(self, group: Sequence[Piece]) -> tuple[ClassDef, Slots]:
         """The code of the pieces, and the values of its slots. Raises EncodeError as `Emitter.column`."""
-        emitter = Emitter(self.pool, self.resolve, self.operand, self.outputs)
+        emitter = Emitter(self.pool, self.resolve, self.operand, self.outputs, self._steps_of)
         twin = self.pool.twins.get(id(group[0].expr)) if len(group) == 1 else None
         if twin is None:
             return emitter.column(group)
@@ -68,6 +72,12 @@ class Columns:
         if key is not None and key not in self._known:
             self._known[key] = self._remember(cls, slots, renaming, numbers, emitter.offset)
         return cls, slots
+
+    def _steps_of(self, var: Any) -> tuple[int, int] | None:
+        if id(var) not in self._steps:
+            value = self.constants.get(id(var))
+            self._steps[id(var)] = None if value is None else equal_steps(value)
+        return self._steps[id(var)]
 
     def _key(
         self, piece: Piece, first: ir.Expr, renaming: Renaming, numbers: dict[str, int]

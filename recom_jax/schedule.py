@@ -100,7 +100,7 @@ def schedule(detected: Detected, outputs: Sequence[Output]) -> Scheduled:
     classes: dict[ClassDef, int] = {}
     columns: list[Column] = []
     lookups = []
-    code = Columns(detected.pool, resolve, operand, order, outputs)
+    code = Columns(detected.pool, resolve, operand, order, outputs, detected.value_of)
     for group in _groups(detected.pool, [p for _, p in pieces]):
         try:
             cls, values = code.column(group)

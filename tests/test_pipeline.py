@@ -104,9 +104,36 @@ def test_a_one_hot_product_with_one_of_several_tables_is_refused() -> None:
         fill=0.0,
         one_hot=True,
     )
-    emitter = Emitter(pool, lambda d: d, lambda v: 0, [])
+    emitter = Emitter(pool, lambda d: d, lambda v: 0, [], lambda v: None)
     with pytest.raises(EncodeError, match="one of several stacked tables"):
         emitter.emit(take, Space("bag", 2, (0,), 1, frozenset(), []))
+
+
+STEPS = {
+    "steps": np.arange(4, dtype=np.int32) * 7,
+    "steps down": np.array([9, 6, 3, 0], np.int32),
+    "one number": np.full(4, 3, np.int32),
+    "64 bits": np.arange(4, dtype=np.uint32) + np.uint32(2**31),
+    "no steps": np.array([0, 7, 14, 22], np.int32),
+    "two axes": np.arange(8, dtype=np.int32).reshape(2, 4)[:, None],
+    "far apart": np.array([-(2**31), 2**31 - 1, 0, 5], np.int32),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_constants_in_equal_steps_are_computed(name: str) -> None:
+    """XLA would make them, as operands, in a kernel in front of the call."""
+    starts = STEPS[name]
+
+    def model(t: Any, i: Any) -> Any:
+        return t[i + starts]
+
+    args = table(40, 8), ids((5, 4), 12)
+    check(model, *args, columns=1)
+    call = compiled(model, *args).calls[0][1].program
+    constant = name in ("no steps", "two axes", "far apart")
+    assert len(call.operands) == 2 + constant
+    assert "AFFINE" in str(call.classes) or constant
 
 
 @pytest.mark.parametrize("stage", STAGES)
