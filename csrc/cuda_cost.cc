@@ -76,10 +76,12 @@ int columns_per_tile(const UnitShape& u, const Geometry& g, int64_t result_bytes
       std::max<int64_t>(std::min({columns, run, recom_cuda::kThreads / each}), 1));
 }
 
-int64_t jagged_passes(const UnitShape& u, const Geometry& g, int64_t bags_per_pass, double left,
-                      int sms) {
+int64_t jagged_passes(const UnitShape& u, const Geometry& g, int64_t bags_per_pass, double all,
+                      double left, int sms) {
   const double share = left / (2.0 * kJaggedBlocks * sms);
-  const double passes = std::max(share / g.pass_cost, double{kMaxPasses});
+  // Too few bags to fill the device are spread over it: beginnings side by side take no longer.
+  const double least = std::min(std::ceil(all / (g.pass_cost * sms)), double{kMaxPasses});
+  const double passes = std::max(share / g.pass_cost, least);
   const double fit = kStageWords / ((u.positions + 1) * static_cast<double>(bags_per_pass));
   return static_cast<int64_t>(std::max(std::min(passes, fit), 1.0));
 }
@@ -88,12 +90,13 @@ double run_cost(const UnitShape& u, const Geometry& g) {
   return static_cast<double>(u.bags) * u.positions * (kRunPosition + g.lanes);
 }
 
-int64_t run_bags(const UnitShape& u, const Geometry& g, double left, int sms) {
+int64_t run_bags(const UnitShape& u, const Geometry& g, double all, double left, int sms) {
   const double share = left / (kRunShares * kJaggedBlocks * sms);
-  const double cost = std::clamp(share, kLeastRunCost, kMostRunCost);
-  const double positions = cost / (kRunPosition + g.lanes);
+  const double bag = std::max(u.positions, 1.0) * (kRunPosition + g.lanes);
+  const double least = std::min(std::ceil(all / (bag * sms)), kLeastRunCost / bag);
+  const double bags = std::max(std::min(share, kMostRunCost) / bag, least);
   const double fit = kRunStageWords / (u.positions + 1);
-  return static_cast<int64_t>(std::max(std::min(positions / std::max(u.positions, 1.0), fit), 1.0));
+  return static_cast<int64_t>(std::max(std::min(bags, fit), 1.0));
 }
 
 PlanChoice chosen(PlanChoice choice, bool uneven, double threads, int sms) {

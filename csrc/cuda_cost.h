@@ -60,14 +60,15 @@ Geometry geometry(const UnitShape& unit, double threads, int sms, double slice_p
 int columns_per_tile(const UnitShape& unit, const Geometry& g, int64_t result_bytes, int64_t run,
                      double threads, int sms, int64_t run_bytes);
 
-// Passes of a tile of jagged bags, with `left` of the launch's cost not yet cut: half of what a
-// block's share of it is, so that tiles shrink towards the end, but no fewer than pay for a tile's
-// beginning. (Guided self-scheduling, Polychronopoulos and Kuck 1987.)
-int64_t jagged_passes(const UnitShape& unit, const Geometry& g, int64_t bags_per_pass, double left,
-                      int sms);
+// Passes of a tile of jagged bags, with `left` of the cost of all the launch's not yet cut: half of
+// what a block's share of it is, so that tiles shrink towards the end, but no fewer than pay for a
+// tile's beginning, if every multiprocessor has that many. (Guided self-scheduling,
+// Polychronopoulos and Kuck 1987.)
+int64_t jagged_passes(const UnitShape& unit, const Geometry& g, int64_t bags_per_pass, double all,
+                      double left, int sms);
 
-// Bags of a tile that deals out its positions, likewise. `left`: of run_cost.
-int64_t run_bags(const UnitShape& unit, const Geometry& g, double left, int sms);
+// Bags of a tile that deals out its positions, likewise. `all`, `left`: of run_cost.
+int64_t run_bags(const UnitShape& unit, const Geometry& g, double all, double left, int sms);
 // What all bags of a unit cost so.
 double run_cost(const UnitShape& unit, const Geometry& g);
 

@@ -294,6 +294,7 @@ class Planner {
         left += g.geometry.pass_cost * g.passes;
       }
     }
+    const double all = left, runs_all = runs_left;
     const int64_t least = 1 + static_cast<int64_t>(passes / kMaxTiles);
     // The heaviest start first, so that none is left over at the end. Jagged tiles shrink on the
     // way.
@@ -304,7 +305,7 @@ class Planner {
     for (const Group& g : groups) {
       const Unit& u = units[g.unit];
       if (runs(u)) {
-        const int64_t most = std::max(run_bags(u.shape, g.geometry, runs_left, call_.sms),
+        const int64_t most = std::max(run_bags(u.shape, g.geometry, runs_all, runs_left, call_.sms),
                                       least > 1 ? least * g.bags_per_pass : 1);
         runs_left -= run_cost(u.shape, g.geometry);
         put_tiles(u, g, first_word[g.unit], most, &tiles);
@@ -312,7 +313,7 @@ class Planner {
       }
       const bool jagged = recom_cuda::is_jagged(u.shape.form);
       const int64_t wanted =
-          jagged ? jagged_passes(u.shape, g.geometry, g.bags_per_pass, left, call_.sms)
+          jagged ? jagged_passes(u.shape, g.geometry, g.bags_per_pass, all, left, call_.sms)
                  : passes_per_tile(g.geometry.pass_cost, total, call_.sms, choice.tiles_per_sm);
       const int64_t each = std::max(wanted, least);
       if (jagged) left -= g.geometry.pass_cost * static_cast<double>(g.passes);

@@ -257,6 +257,17 @@ def test_jagged_tiles_fit_the_stage(positions, form):
     assert max(launch["tiles"]["bags"]) * (positions + 1) * 4 <= 0.9 * stage  # limits, too
 
 
+@pytest.mark.parametrize(("form", "few"), [(JAGGED, 32), (RUNS, 128)])
+def test_few_jagged_bags_are_spread_over_the_device(form, few):
+    """256 short bags: as many tiles as a multiprocessor each, or as one pass of a block fills, not a handful."""
+    call = formed(jagged(1, 256, 20), form)
+    (launch,) = call.plan(sms=132)
+    check_tiles(call, [launch])
+    assert len(launch["tiles"]) == few
+    (launch,) = formed(jagged(40, 8000, 20), form).plan(sms=132)  # here beginnings cost
+    assert min(launch["tiles"]["bags"][:100]) >= 40
+
+
 @pytest.mark.parametrize("far", [False, True])
 def test_vectors_of_jagged_bags_need_near_rows(far):
     """Code for whole vectors multiplies a result's stride in 32 bits."""

@@ -76,7 +76,7 @@ class Body(Runs):
             (
                 "  const WarpWorker me(p, t, kLanes, kSlices);"
                 if self.u.form == JAGGED and not self.any_order
-                else f"  const Worker me(p, t, kLanes, {stride});"
+                else f"  const Worker me(p, t, kLanes, {'' if u.form == PLAIN else 'kSlices, '}{stride});"
             ),
             *([] if u.form == PLAIN else ["  const Team<kShare> team(me, kSlices);"]),
             *(["  const Parts parts(me);"] if self.variant is Variant.LONG else []),
@@ -155,8 +155,14 @@ class Body(Runs):
             self.lambda_of(i, seg, f"seg_{seg}")
         if self.any_order:
             return
-        if splits is None:
-            self.check(f"block_ascends(seg_{seg}, {total})")
+        if splits is None:  # found out before the first bag: it says where the tile's bags lie, too
+            if self.variant is Variant.LONG:
+                self.put(f"const Range tile_{seg}{{0, static_cast<i32>({total})}};")
+                return
+            self.put(f"Range tile_{seg};")
+            self.put(
+                f"if (!find_segments(seg_{seg}, {total}, t, tile_{seg})) return class_{self.number}_any(p);"
+            )
             return
         mode, buffer, offset, n = splits
         at = self.buffer(buffer)

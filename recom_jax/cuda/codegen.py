@@ -77,10 +77,13 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
 
 def resident_blocks(units: Units) -> int:
     """Blocks that a multiprocessor should hold. Five have 48 registers a thread: enough for one plain sum a bag, in
-    vectors of four elements (docs/cuda_target.md)."""
+    vectors of four elements (docs/cuda_target.md), but not for a one-hot product's look at its whole table."""
     for cls in units.classes:
-        pools = [i for i in walk(cls.code) if i.op == "POOL"]
+        lookups = [i for i in walk(cls.code) if i.op in ("POOL", "TAKE")]
+        pools = [i for i in lookups if i.op == "POOL"]
         if len(pools) > 1 or any(i.args[4] >= 0 for i in pools) or (pools and cls.vec > 4):
+            return 4
+        if any(i.args[0] for i in lookups):
             return 4
     return 5
 

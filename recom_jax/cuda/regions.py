@@ -256,7 +256,7 @@ class Regions(Pools):
         """The positions of a jagged bag, as text."""
         seg, splits = i.args[1], self.splits(i)
         if splits is None:
-            return f"range_in(seg_{seg}, total, {bag})"
+            return f"range_in(seg_{seg}, tile_{seg}, {bag})"
         if splits[0] in BAGS:
             return f"bags_{seg}.range(total, {bag})"
         return f"split_range(splits_{seg}, {self.slot(splits[3])}, total, {bag})"
@@ -267,13 +267,15 @@ class Regions(Pools):
         first = 0
         for i, loads in self.staged:
             seg, kinds = i.args[1], list[tuple[str, Instr]]()
-            self.put(f"const auto tile_{seg} = [&]() -> Range {{")
-            self.put(f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});")
-            self.put(f"  const Range begin = {self.range_of(i, 't.bag0')};")
-            self.put(
-                f"  return Range{{begin.begin, {self.range_of(i, 't.bag0 + t.bags - 1')}.end}};"
-            )
-            self.put("}();")
+            searched = self.splits(i) is not None
+            if searched:
+                self.put(f"const auto tile_{seg} = [&]() -> Range {{")
+                self.put(f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});")
+                self.put(f"  const Range begin = {self.range_of(i, 't.bag0')};")
+                self.put(
+                    f"  return Range{{begin.begin, {self.range_of(i, 't.bag0 + t.bags - 1')}.end}};"
+                )
+                self.put("}();")
             for b in loads:
                 kinds.append((f"Staged<{TYPES[self.u.dtypes[b.args[1]]]}, {first}, {each}>", b))
                 first += each
@@ -283,14 +285,17 @@ class Regions(Pools):
                 for kind, b in kinds
             )
             self.put(f"if (kStaged && !({fits})) return class_{self.number}<kVec, false>(p, t);")
-            find = [
-                f"Limits<{first - each}, {each}> limits_{seg}(t, tile_{seg});",
-                f"bool in_order_{seg} = true;",
-                f"if (kStaged) in_order_{seg} = limits_{seg}.find(t, tile_{seg}, [&](i32 at) -> Range {{",
-                f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});",
-                f"  return {self.range_of(i, 'at')};",
-                "});",
-            ]
+            find = [f"Limits<{first - each}, {each}> limits_{seg}(t, tile_{seg});"]
+            if searched:
+                find += [
+                    f"bool in_order_{seg} = true;",
+                    f"if (kStaged) in_order_{seg} = limits_{seg}.find(t, tile_{seg}, [&](i32 at) -> Range {{",
+                    f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});",
+                    f"  return {self.range_of(i, 'at')};",
+                    "});",
+                ]
+            else:
+                find.append(f"if (kStaged) mark_segments(limits_{seg}, t, tile_{seg}, seg_{seg});")
             copies = []
             for kind, b in kinds:
                 _, buffer, offset, *_ = b.args
@@ -300,8 +305,9 @@ class Regions(Pools):
                     f"{kind} staged_{b.args[0]}({array}, tile_{seg});",
                     f"if (kStaged) staged_{b.args[0]}.copy({array}, tile_{seg});",
                 ]
-            # Limits first: the compiler then keeps fewer numbers while bags are summed up. Runs have room.
-            for line in [*copies, *find] if limits_last else [*find, *copies]:
+            # Limits first: the compiler then keeps fewer numbers while bags are summed up. Runs have room, and segment
+            # ids were read before.
+            for line in [*copies, *find] if limits_last or not searched else [*find, *copies]:
                 self.put(line)
 
     def stageable(self, i: Instr, b: Instr) -> bool:

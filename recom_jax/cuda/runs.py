@@ -75,12 +75,14 @@ class Runs(Regions):
         dtype = TYPES[self.cls.regs[dst].dtype]
         kept, self.lines, self.depth = self.lines, [], 2
         self.jagged, self.position = True, "q"
-        in_order = f"in_order_{seg}"
+        in_order = "true" if splits is None else f"in_order_{seg}"
         if splits is not None and splits[0] not in BAGS:
             # Splits are few, and ids are on their way: the block asks about all of them at a barrier that it needs.
             of = f"[&](i64 k) {{ return static_cast<i64>(load_one(splits_{seg} + k)); }}"
             in_order = f"ascends({of}, {self.slot(splits[3])}) && {in_order}"
-            checks = ["  __syncthreads();"] if self.takes_blocks else []
+            checks = []
+        if self.takes_blocks and not checks:
+            checks = ["  __syncthreads();"]
         forget = "forget_long_bags(), " if self.takes_blocks else ""
         self.put(f"if (!tile_is_there({in_order})) return {forget}class_{self.number}_any(p);")
         self.put(f"const Run<kLanes> run(tile_{seg});")

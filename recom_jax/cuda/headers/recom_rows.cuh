@@ -333,7 +333,7 @@ RECOM_FN bool non_finite(E x) {
 // their way: the block would otherwise wait for memory once an element.
 template <class E>
 RECOM_FN bool block_non_finite(const E* table, i64 rows, i64 row_stride, i64 width) {
-  constexpr int kVector = 16 / static_cast<int>(sizeof(E)), kFlight = 4;
+  constexpr int kVector = 16 / static_cast<int>(sizeof(E)), kFlight = 8;
   const i64 n = rows * width;
   const bool dense = row_stride == width && reinterpret_cast<u64>(table) % 16 == 0;
   const i64 vectors = dense ? n / kVector : 0;

@@ -103,6 +103,14 @@ RECOM_FN void store_shared(u32 at, u32 x) {
 #endif
 }
 
+RECOM_FN void store_shared(u32 at, u16 x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(x) : "memory");
+#else
+  *reinterpret_cast<u16*>(stage_memory() + at) = x;
+#endif
+}
+
 // Where element `begin` of an array lies, whose part a tile reads: in bytes [kFrom, kFrom + kBytes) of the stage.
 template <class T, int kFrom, int kBytes>
 struct Staged {
@@ -168,6 +176,16 @@ struct Limits {
                                                          static_cast<u32>(last < 0 ? 0 : last < most ? last : most) << 16);
     }
     return ok;
+  }
+  // What a bag's limits are, counted from the tile's first position; both or one of them, by whoever knows.
+  RECOM_FN void put(i32 bag, i32 first, i32 last) const {
+    store_shared(of_zero + static_cast<u32>(bag) * 4, static_cast<u32>(first) | static_cast<u32>(last) << 16);
+  }
+  RECOM_FN void put_begin(i32 bag, i32 first) const {
+    store_shared(of_zero + static_cast<u32>(bag) * 4, static_cast<u16>(first));
+  }
+  RECOM_FN void put_end(i32 bag, i32 last) const {
+    store_shared(of_zero + static_cast<u32>(bag) * 4 + 2, static_cast<u16>(last));
   }
   // A bag's positions, counted from the tile's first.
   RECOM_FN Range in_tile(i32 bag) const {

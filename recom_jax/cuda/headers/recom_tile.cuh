@@ -5,6 +5,7 @@
 
 #include "recom_rows.cuh"
 #include "recom_search.cuh"
+#include "recom_segments.cuh"
 #include "recom_stage.cuh"
 
 namespace recom_cuda {
@@ -43,15 +44,19 @@ struct Worker {
   int thread;  // of the block, or of the warp
 
   RECOM_FN explicit Worker(const i64* words) : words(words) {}
-  RECOM_FN Worker(const Params& p, const Tile& t, int lanes, int stride) {
-    const int per_bag = lanes * t.slices, per_row = per_bag * t.columns;
-    step = kThreads / per_row;
+  // Without slices: any number of lanes.
+  RECOM_FN Worker(const Params& p, const Tile& t, int lanes, int stride) : slice(0) {
     const int at = thread = static_cast<int>(threadIdx.x);
-    first = at < step * per_row ? at / per_row : 1 << 30;  // no tile has so many bags
-    const int in_row = at % per_row;
-    words = p.words + t.words + static_cast<i64>(in_row / per_bag) * stride;
-    slice = in_row % per_bag / lanes;
-    lane = in_row % lanes;
+    lane = at % lanes;
+    place(p, t, at / lanes, kThreads / lanes, stride);
+  }
+  // Lanes and slices are powers of two.
+  RECOM_FN Worker(const Params& p, const Tile& t, int lanes, int slices, int stride) {
+    const int at = thread = static_cast<int>(threadIdx.x);
+    const int per_bag = lanes * slices, shift = 31 - __clz(per_bag);
+    lane = at & (lanes - 1);
+    slice = (at & (per_bag - 1)) >> (31 - __clz(lanes));
+    place(p, t, at >> shift, kThreads >> shift, stride);
   }
   RECOM_FN i64 word(int k) const { return load_word(words + k); }
   // The same, read at this very place: the compiler would read it early, and keep it.
@@ -63,6 +68,23 @@ struct Worker {
 #else
     return words[k];
 #endif
+  }
+
+ private:
+  // Which column and bag thread group `group` of `groups` has. Divisions take a hundred cycles before the first load: most
+  // tiles need none.
+  RECOM_FN void place(const Params& p, const Tile& t, int group, int groups, int stride) {
+    u32 column = 0;
+    first = group;
+    step = groups;
+    if (t.columns > 1) {
+      const u32 columns = static_cast<u32>(t.columns);
+      first = static_cast<int>(static_cast<u32>(group) / columns);
+      column = static_cast<u32>(group) % columns;
+      step = static_cast<int>(static_cast<u32>(groups) / columns);
+    }
+    if (first >= step) first = 1 << 30;  // no tile has so many bags
+    words = p.words + t.words + static_cast<i64>(column) * stride;
   }
 };
 
@@ -268,10 +290,12 @@ RECOM_FN Range split_range(const T* splits, i64 n_wide, i32 total, i32 bag) {
   return Range{static_cast<i32>(first < 0 ? 0 : first < total ? first : total),
                static_cast<i32>(last < 0 ? 0 : last < total ? last : total)};
 }
-// From segment ids that ascend.
+// From segment ids that ascend, those of a tile's bags at positions `tile`.
 template <class F>
-RECOM_FN Range range_in(const F& seg, i32 total, i64 bag) {
-  return Range{lower_bound(seg, total, bag), lower_bound(seg, total, bag + 1)};
+RECOM_FN Range range_in(const F& seg, const Range& tile, i64 bag) {
+  const auto near = [&](i32 k) -> i64 { return seg(tile.begin + k); };
+  const i32 n = tile.end - tile.begin;
+  return Range{tile.begin + lower_bound(near, n, bag), tile.begin + lower_bound(near, n, bag + 1)};
 }
 
 // Bags as `jnp.repeat` makes them of n row splits, whatever the first: positions of a bag whose number is n - 1 end

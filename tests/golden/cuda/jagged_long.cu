@@ -10,7 +10,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
   const int kLanes = t.lanes;
   const int kSlices = t.slices;
   constexpr int kShare = 1;
-  const Worker me(p, t, kLanes, 25);
+  const Worker me(p, t, kLanes, kSlices, 25);
   const Team<kShare> team(me, kSlices);
   const i64 s2 = me.word(3);
   const i32* const b4 = source<i32>(p, me.word(5));
@@ -120,9 +120,10 @@ __device__ __forceinline__ void class_0_long(const Params& p) {
     const i32 r0 = load_one(b4 + q);
     return static_cast<i64>(r0);
   };
+  const Range tile_0{0, static_cast<i32>(s2)};
   const auto range_0 = [&](i64 bag) -> Range {
     const i32 total = static_cast<i32>(s2);
-    return range_in(seg_0, total, bag);
+    return range_in(seg_0, tile_0, bag);
   };
   const auto takes_all = [&](i64 bag) -> bool { return is_long(range_0(bag)); };
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
@@ -137,7 +138,7 @@ __device__ __forceinline__ void class_0_long(const Params& p) {
       f32 r9 = start_of<kSum>(immediate<f32>(0), parts.rank + team.rank);
       {
         const i32 total = static_cast<i32>(s2);
-        const Range span = parts.of(range_in(seg_0, total, bag));
+        const Range span = parts.of(range_in(seg_0, tile_0, bag));
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
         const i32 end = span.end;
         struct Read { i32 r2; };
@@ -225,20 +226,13 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
     const i32 r0 = load_one(b4 + q);
     return static_cast<i64>(r0);
   };
-  const auto tile_0 = [&]() -> Range {
-    const i32 total = static_cast<i32>(s2);
-    const Range begin = range_in(seg_0, total, t.bag0);
-    return Range{begin.begin, range_in(seg_0, total, t.bag0 + t.bags - 1).end};
-  }();
+  Range tile_0;
+  if (!find_segments(seg_0, s2, t, tile_0)) return class_0_any(p);
   if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_0, t.bags))) return class_0<kVec, false>(p, t);
-  Limits<0, 16384> limits_0(t, tile_0);
-  bool in_order_0 = true;
-  if (kStaged) in_order_0 = limits_0.find(t, tile_0, [&](i32 at) -> Range {
-    const i32 total = static_cast<i32>(s2);
-    return range_in(seg_0, total, at);
-  });
   Staged<i32, 0, 16384> staged_2(b7, tile_0);
   if (kStaged) staged_2.copy(b7, tile_0);
+  Limits<0, 16384> limits_0(t, tile_0);
+  if (kStaged) mark_segments(limits_0, t, tile_0, seg_0);
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
   for (Turn turn(t, me.step); turn.at < bags; turn.end()) {
     turn.draw(me.thread);
@@ -254,7 +248,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
         const i32 total = static_cast<i32>(s2);
         const auto span_of = [&](i32 at) -> Range {
           if constexpr (kStaged) return limits_0.of(at);
-          else return range_in(seg_0, total, at);
+          else return range_in(seg_0, tile_0, at);
         };
         const Range span = kVec == 4 ? unless_long(span_of(bag)) : span_of(bag);
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
@@ -322,7 +316,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       if (has && me.slice == 0) store(out + row_offset<kStaged>(bag, 8) + f, r13);
     }
   }
-  if (!block_ascends(seg_0, s2)) return forget_long_bags(), class_0_any(p);
+  __syncthreads();
 }
 
 }  // namespace recom_cuda

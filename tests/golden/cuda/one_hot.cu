@@ -31,7 +31,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
 
 }  // namespace recom_cuda
 
-extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 5)
+extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 4)
 recom_fused(const __grid_constant__ recom_cuda::Params p) {
   const recom_cuda::Tile t = recom_cuda::tile_of(p);
   switch (t.cls) {

@@ -11,7 +11,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
   const int kLanes = t.lanes;
   const int kSlices = t.slices;
   constexpr int kShare = 1;
-  const Worker me(p, t, kLanes, 25);
+  const Worker me(p, t, kLanes, kSlices, 25);
   const Team<kShare> team(me, kSlices);
   const i64 s2 = me.word(3);
   const i32* const b5 = source<i32>(p, me.word(6));

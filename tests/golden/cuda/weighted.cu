@@ -9,7 +9,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kRegion, 32, kVec);
   const int kSlices = t.slices;
   constexpr int kShare = kLanes;
-  const Worker me(p, t, kLanes, 25);
+  const Worker me(p, t, kLanes, kSlices, 25);
   const Team<kShare> team(me, kSlices);
   const i64 s2 = me.word(3);
   const i64 s3 = me.word(4);
