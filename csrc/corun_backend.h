@@ -26,6 +26,8 @@ class Backend {
   virtual Address device_memory(size_t bytes) = 0;
   virtual Stream own_stream() = 0;
   virtual Event event(bool timed) = 0;
+  // The event that markers of this name record by themselves, whoever's step they are in.
+  virtual Event stage_event(std::string_view name) = 0;
   // At set-up: returns when the bytes are there.
   virtual void upload(Address to, const void* from, size_t bytes) = 0;
 
@@ -46,6 +48,11 @@ class Backend {
   // Whether steps run on the host, on no stream.
   virtual bool simulated() const { return false; }
 };
+
+// A stage ends here: records the event of its name on the current device. Where the stream is being
+// captured, the record becomes part of the graph, and each of its launches records the event. So
+// events stay as they are for as long as the process lives: XLA's graphs hold them.
+void record_stage(std::string_view name, Stream stream);
 
 // Throws CudaError. `image` is PTX (ending in a zero) or machine code with a kernel `recom_prep`.
 std::unique_ptr<Backend> make_cuda_backend(int device, std::string_view image);

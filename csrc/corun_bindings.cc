@@ -28,7 +28,8 @@ using Parts = std::vector<std::tuple<uintptr_t, int64_t, int64_t>>;
 std::shared_ptr<Runtime> make(std::unique_ptr<corun::Backend> backend, int slots, int ahead,
                               int64_t in_bytes, const Results& results, std::string tiles,
                               std::string words, std::string consts, const Kernels& kernels,
-                              std::vector<std::string> stages, int mode, bool profile) {
+                              std::vector<std::string> stages, int mode, bool profile,
+                              bool in_graphs) {
   RuntimePlan p;
   p.slots = slots;
   p.ahead = ahead;
@@ -43,6 +44,7 @@ std::shared_ptr<Runtime> make(std::unique_ptr<corun::Backend> backend, int slots
   p.stages = std::move(stages);
   p.mode = static_cast<corun::Mode>(mode);
   p.profile = profile;
+  p.in_graphs = in_graphs;
   return std::make_shared<Runtime>(std::move(backend), std::move(p));
 }
 
@@ -128,30 +130,31 @@ void bind_corun(py::module_& m) {
       .def(py::init([](int device, const std::string& image, int slots, int ahead, int64_t in_bytes,
                        const Results& results, std::string tiles, std::string words,
                        std::string consts, const Kernels& kernels, std::vector<std::string> stages,
-                       int mode, bool profile) {
+                       int mode, bool profile, bool in_graphs) {
              return make(corun::make_cuda_backend(device, image), slots, ahead, in_bytes, results,
                          std::move(tiles), std::move(words), std::move(consts), kernels,
-                         std::move(stages), mode, profile);
+                         std::move(stages), mode, profile, in_graphs);
            }),
            py::kw_only(), py::arg("device"), py::arg("image"), py::arg("slots"), py::arg("ahead"),
            py::arg("in_bytes"), py::arg("results"), py::arg("tiles"), py::arg("words"),
            py::arg("consts"), py::arg("kernels"), py::arg("stages"), py::arg("mode"),
-           py::arg("profile"))
+           py::arg("profile"), py::arg("in_graphs"))
       .def_static(
           "simulated",
           [](uint64_t seed, uintptr_t kernel, int slots, int ahead, int64_t in_bytes,
              const Results& results, std::string tiles, std::string words, std::string consts,
-             const Kernels& kernels, std::vector<std::string> stages, int mode, bool profile) {
+             const Kernels& kernels, std::vector<std::string> stages, int mode, bool profile,
+             bool in_graphs) {
             auto backend =
                 corun::make_sim_backend(seed, reinterpret_cast<corun::SimKernel>(kernel));
             return make(std::move(backend), slots, ahead, in_bytes, results, std::move(tiles),
                         std::move(words), std::move(consts), kernels, std::move(stages), mode,
-                        profile);
+                        profile, in_graphs);
           },
           py::kw_only(), py::arg("seed"), py::arg("kernel"), py::arg("slots"), py::arg("ahead"),
           py::arg("in_bytes"), py::arg("results"), py::arg("tiles"), py::arg("words"),
           py::arg("consts"), py::arg("kernels"), py::arg("stages"), py::arg("mode"),
-          py::arg("profile"),
+          py::arg("profile"), py::arg("in_graphs"),
           "Tests: runs what was enqueued in a random order that streams and events allow.")
       .def("acquire", &Runtime::acquire, release())
       .def(
@@ -176,6 +179,7 @@ void bind_corun(py::module_& m) {
              corun::set_current_runtime(xla, r);
              if (r->backend().simulated()) r->backend().finish(xla);
            })
+      .def("dispatched", &Runtime::dispatched)  // the same
       .def("place_of", &Runtime::place_of, release())
       .def("view", &view, py::arg("place"), py::arg("result"), py::arg("shape"), py::arg("dtype"),
            py::arg("device"), "A DLPack capsule of a place's result.")
@@ -190,6 +194,12 @@ void bind_corun(py::module_& m) {
           "mark",
           [](Runtime& r, const std::string& name) { r.mark(name, corun::sim_xla_stream()); },
           release())
+      .def(
+          "ended",
+          [](Runtime& r, const std::string& name) {
+            r.record_stage(name, corun::sim_xla_stream());
+          },
+          release(), "Tests: a marker that records its event.")
       .def(
           "finish", [](Runtime& r) { r.backend().finish(corun::sim_xla_stream()); }, release())
       .def("close",

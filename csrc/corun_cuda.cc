@@ -40,6 +40,19 @@ cuda::Function loaded(const Driver& d, int device, std::string_view image) {
   return function = found;
 }
 
+// One for each stage's name and device, for good.
+cuda::Event event_of_stage(const Driver& d, int device, std::string_view name) {
+  static std::mutex mutex;
+  static auto* events = new std::map<std::pair<int, std::string>, cuda::Event>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  cuda::Event& event = (*events)[{device, std::string(name)}];
+  if (!event) {
+    const DeviceScope scope(d, device);
+    d.check(d.event_create(&event, cuda::kEventDisableTiming), "create an event");
+  }
+  return event;
+}
+
 class CudaBackend : public Backend {
  public:
   CudaBackend(int device, std::string_view image) : d_(Driver::get()), device_(device) {
@@ -57,7 +70,9 @@ class CudaBackend : public Backend {
         d_.stream_synchronize(s);
         d_.stream_destroy(s);
       }
-      for (cuda::Event e : events_) d_.event_destroy(e);
+      for (size_t k = 0; k < events_.size(); ++k) {
+        if (owned_[k]) d_.event_destroy(events_[k]);
+      }
       for (Address a : memory_) d_.mem_free(a);
       for (void* p : host_) d_.host_free(p);
     } catch (...) {  // the process ends
@@ -99,8 +114,11 @@ class CudaBackend : public Backend {
     const DeviceScope scope(d_, device_);
     cuda::Event e = nullptr;
     d_.check(d_.event_create(&e, timed ? 0 : cuda::kEventDisableTiming), "create an event");
-    events_.push_back(e);
-    return static_cast<Event>(events_.size()) - 1;
+    return kept(e, true);
+  }
+
+  Event stage_event(std::string_view name) override {
+    return kept(event_of_stage(d_, device_, name), false);
   }
 
   void upload(Address to, const void* from, size_t bytes) override {
@@ -164,17 +182,36 @@ class CudaBackend : public Backend {
   int processors() const override { return processors_; }
 
  private:
+  Event kept(cuda::Event e, bool owned) {
+    events_.push_back(e);
+    owned_.push_back(owned);
+    return static_cast<Event>(events_.size()) - 1;
+  }
+
   const Driver& d_;
   int device_;
   int processors_ = 1;
   cuda::Function function_ = nullptr;
   std::vector<cuda::Stream> streams_;
   std::vector<cuda::Event> events_;
+  std::vector<char> owned_;  // of each event
   std::vector<Address> memory_;
   std::vector<void*> host_;
 };
 
 }  // namespace
+
+void record_stage(std::string_view name, Stream stream) {
+  const Driver& d = Driver::get();
+  cuda::Device device = 0;
+  d.check(d.ctx_get_device(&device), "tell the current device");
+  int capturing = 0;
+  d.check(d.stream_capturing(as_stream(stream), &capturing), "tell a stream's state");
+  // The flag is refused where nothing is captured.
+  d.check(d.event_record_flags(event_of_stage(d, device, name), as_stream(stream),
+                               capturing ? cuda::kEventRecordExternal : 0),
+          "record a stage's end");
+}
 
 std::unique_ptr<Backend> make_cuda_backend(int device, std::string_view image) {
   return std::make_unique<CudaBackend>(device, image);

@@ -48,6 +48,9 @@ Runtime::Runtime(std::unique_ptr<Backend> backend, RuntimePlan plan)
   copies_ = b.own_stream();
   work_ = b.own_stream();
   marker_ = b.event(false);
+  if (plan_.in_graphs) {
+    for (const std::string& name : plan_.stages) ends_.push_back(b.stage_event(name));
+  }
   const auto put = [&](const std::string& bytes) {
     const Address at = b.device_memory(bytes.size());
     b.upload(at, bytes.data(), bytes.size());
@@ -126,6 +129,9 @@ void Runtime::collect(size_t at) {
     }
     for (size_t i = 0; i < s.marks.size(); ++i) {
       ms.push_back(s.marked[i] ? backend_->elapsed_ms(s.taken, s.marks[i]) : -1);
+    }
+    for (size_t i = 0; i < s.begun.size(); ++i) {
+      ms.push_back(s.skipped ? 0 : backend_->elapsed_ms(s.begun[i], s.taken));
     }
     ms.push_back(backend_->elapsed_ms(s.taken, next.arrived));
     ms.push_back(backend_->elapsed_ms(s.taken, next.taken));
@@ -213,6 +219,8 @@ void Runtime::launch(Slot* s, int last_stage, bool in_time, Stream stream) {
     backend_->wait(stream, s->copied);
     backend_->wait(stream, place.consumed);
   }
+  // Of the stages whose ends are waited for. What missed its stage waits for nothing.
+  int waited = plan_.mode == kPlan && plan_.in_graphs && in_time ? 0 : kAll;
   while (s->launched < n && plan_.kernels[s->launched].stage <= last_stage) {
     const KernelPlan& k = plan_.kernels[s->launched];
     recom_cuda::PrepParams p{};
@@ -222,6 +230,10 @@ void Runtime::launch(Slot* s, int last_stage, bool in_time, Stream stream) {
     p.consts = reinterpret_cast<const unsigned char*>(consts_);
     p.out = reinterpret_cast<unsigned char*>(place.out);
     p.n_tiles = k.n_tiles;
+    if (k.stage > waited) {
+      waited = k.stage;
+      backend_->wait(stream, ends_[k.stage - 1]);
+    }
     if (plan_.profile) backend_->record(samples_[s->sample].begun[s->launched], stream);
     backend_->launch(static_cast<unsigned>(std::min(k.blocks, k.n_tiles)), p, stream);
     if (plan_.profile) {
@@ -244,8 +256,26 @@ void Runtime::advance() {
   Slot& s = slots_[staged_.front()];
   const size_t n = plan_.kernels.size();
   if (s.launched >= n || plan_.kernels[s.launched].stage > stage_) return;
-  backend_->wait(work_, marker_);
+  if (!plan_.in_graphs || plan_.kernels[s.launched].stage == 0) backend_->wait(work_, marker_);
   launch(&s, stage_, true, work_);
+}
+
+void Runtime::dispatched() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_ || stage_ < 0 || !plan_.in_graphs) return;
+  stage_ = static_cast<int>(plan_.stages.size());
+  advance();
+}
+
+void Runtime::record_stage(std::string_view name, Stream xla) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  backend_->record(backend_->stage_event(name), xla);
+}
+
+void Runtime::saw(std::string_view name) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool ours = std::find(plan_.stages.begin(), plan_.stages.end(), name) != plan_.stages.end();
+  ++(ours ? stats_.marks : stats_.unknown);
 }
 
 void Runtime::mark(std::string_view name, Stream xla) {

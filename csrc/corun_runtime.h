@@ -3,7 +3,14 @@
 // `acquire`, which the reader's thread calls, and the end.
 //
 // The reader's thread: acquire, pack, commit (or abandon). The thread that trains: begin (a step
-// will be dispatched). XLA's thread: mark (a stage ends).
+// will be dispatched) and dispatched (it was).
+//
+// Stages end at markers. A marker records an event by itself, wherever the step runs it: mostly as
+// a node of a CUDA graph, of which the host hears nothing. Launching the step, graph or not, counts
+// as recording; so what is enqueued behind `dispatched` may wait for this step's markers. Should
+// XLA launch later, or leave a marker out, the event is an older one or none, and kernels start
+// early: nothing is ever waited for that is not enqueued. Where stages are timed, each marker tells
+// the host instead (XLA's thread: mark), which starts what comes next.
 //
 // A slot holds a raw batch, a place a prepared one, which the step reads where it is. Batches get
 // places in turns; there are more places than slots, for batches that are trained on.
@@ -62,6 +69,7 @@ struct RuntimePlan {
   std::string tiles, words, consts;
   std::vector<KernelPlan> kernels;
   std::vector<std::string> stages;  // names of the markers that end them, in order
+  bool in_graphs = true;            // markers record events; false: they call `mark`
   Mode mode = kPlan;
   bool profile = false;
 };
@@ -69,8 +77,8 @@ struct RuntimePlan {
 struct RuntimeStats {
   int64_t packed = 0, taken = 0, launched = 0;
   int64_t late = 0;     // kernels that missed their stage and ran in front of their step
-  int64_t marks = 0;    // markers that ended a stage of the plan
-  int64_t unknown = 0;  // markers of other names
+  int64_t marks = 0;    // markers of the plan's stages that the host saw: once for each graph
+  int64_t unknown = 0;  // those of other stages
   int64_t host_bytes = 0, device_bytes = 0;
 };
 
@@ -102,7 +110,13 @@ class Runtime {
   // The same within a program of XLA's, for those who keep the batch: puts it into `results`
   // (device addresses).
   void take(int slot, const std::vector<std::pair<Address, int64_t>>& results, Stream xla);
+  // The step was handed to XLA: kernels of its later stages may be enqueued.
+  void dispatched();
   void mark(std::string_view name, Stream xla);
+  // What a marker does in a simulation (on CUDA: `corun::record_stage`).
+  void record_stage(std::string_view name, Stream xla);
+  // A marker recorded its event, or became part of a graph.
+  void saw(std::string_view name);
 
   // The place of the batch that was committed in `slot`, and the address of one of its results.
   int place_of(int slot);
@@ -111,7 +125,8 @@ class Runtime {
   void close();
   RuntimeStats stats();
   // For each batch that was looked at, in milliseconds: each kernel; from the step's beginning to
-  // each stage's end; to its own end, and to the next step's beginning. -1: not seen.
+  // each stage's end; from each kernel's beginning to the step's; from there to the step's end, and
+  // to the next step's beginning. -1: not seen.
   std::vector<std::vector<double>> times();
   Backend& backend() { return *backend_; }
 
@@ -159,6 +174,7 @@ class Runtime {
   std::deque<int> staged_;
   Stream copies_, work_;
   Event marker_;
+  std::vector<Event> ends_;  // of stages
   Address tiles_ = 0, words_ = 0, consts_ = 0;
   int stage_ = -1;  // of the step that runs; -1: none has begun
   std::vector<Sample> samples_;

@@ -9,6 +9,8 @@
 #include <mutex>
 #include <random>
 #include <stdexcept>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "corun_backend.h"
@@ -29,6 +31,11 @@ class SimBackend : public Backend {
     completed_.push_back(0);
     when_.push_back(0);
     return static_cast<Event>(recorded_.size()) - 1;
+  }
+  Event stage_event(std::string_view name) override {
+    const auto it = stages_.find(name);
+    if (it != stages_.end()) return it->second;
+    return stages_[std::string(name)] = event(false);
   }
   void upload(Address to, const void* from, size_t bytes) override {
     if (bytes) std::memcpy(reinterpret_cast<void*>(to), from, bytes);
@@ -118,6 +125,7 @@ class SimBackend : public Backend {
   uintptr_t last_stream_ = 1;
   int64_t clock_ = 0;
   std::map<Stream, std::deque<Item>> streams_;
+  std::map<std::string, Event, std::less<>> stages_;
   std::vector<int64_t> recorded_, completed_, when_;
   std::vector<std::unique_ptr<std::vector<uint64_t>>> memory_;
 };

@@ -28,6 +28,7 @@ inline constexpr int kSharedOfProcessor = 81, kRegistersOfProcessor = 82;
 inline constexpr int kSharedBytes = 1, kRegisters = 4, kCarveout = 9;
 inline constexpr int kJitInfoLog = 3, kJitInfoLogSize = 4, kJitErrorLog = 5, kJitErrorLogSize = 6;
 inline constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHostPortable = 1;
+inline constexpr unsigned kEventRecordExternal = 1;
 
 // clang-format off
 // member, symbol, parameters
@@ -72,6 +73,7 @@ inline constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2, kHost
   X(stream_wait_event, "cuStreamWaitEvent", (Stream, Event, unsigned))                                           \
   X(event_create, "cuEventCreate", (Event*, unsigned))                                                           \
   X(event_record, "cuEventRecord", (Event, Stream))                                                              \
+  X(event_record_flags, "cuEventRecordWithFlags", (Event, Stream, unsigned))                                     \
   X(event_query, "cuEventQuery", (Event))                                                                        \
   X(event_synchronize, "cuEventSynchronize", (Event))                                                            \
   X(event_destroy, "cuEventDestroy_v2", (Event))

@@ -1,6 +1,7 @@
-// The handlers of co-running: `begin` stands in front of a step, `take` copies a batch for those
-// who keep it, `mark` says that a stage ended. Not compatible with command buffers, on purpose:
-// they act anew in each step, ahead of or between graphs.
+// The handlers of co-running: `take` copies a batch for those who keep it, `stream` tells which
+// stream is XLA's, `event` and `mark` say that a stage ended. `event` is part of command buffers,
+// as a node that records an event; the others are not, on purpose: they act anew in each step,
+// ahead of or between graphs.
 
 #include <cstring>
 #include <string_view>
@@ -106,6 +107,27 @@ ffi::Error mark_on_cuda(cuda::Stream stream, ffi::RemainingArgs args, ffi::Remai
 ffi::Error mark_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view name) {
   return mark(corun::sim_xla_stream(), args, rets, name, kCopyOnHost);
 }
+// A marker that records its event.
+ffi::Error event_on_cuda(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                         std::string_view name) {
+  return guarded([&]() -> ffi::Error {
+    if (auto error = pass(args, rets, copy_on(stream))) return *error;
+    corun::record_stage(name, stream);
+    if (const auto runtime = corun::current_runtime(stream)) runtime->saw(name);
+    return ffi::Error::Success();
+  });
+}
+ffi::Error event_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view name) {
+  return guarded([&]() -> ffi::Error {
+    if (auto error = pass(args, rets, kCopyOnHost)) return *error;
+    const corun::Stream stream = corun::sim_xla_stream();
+    if (const auto runtime = corun::current_runtime(stream)) {
+      runtime->record_stage(name, stream);
+      runtime->saw(name);
+    }
+    return ffi::Error::Success();
+  });
+}
 // A marker of a step that is not co-run.
 ffi::Error pass_on_cuda(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return guarded([&] { return pass(args, rets, copy_on(stream)).value_or(ffi::Error::Success()); });
@@ -138,6 +160,17 @@ XLA_FFI_DEFINE_HANDLER(
     kMarkOnHost, mark_on_host,
     ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<std::string_view>("name"));
 
+XLA_FFI_DEFINE_HANDLER(kEventOnCuda, event_on_cuda,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<std::string_view>("name"),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(
+    kEventOnHost, event_on_host,
+    ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<std::string_view>("name"));
+
 XLA_FFI_DEFINE_HANDLER(
     kPassOnCuda, pass_on_cuda,
     ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>().RemainingArgs().RemainingRets(),
@@ -154,6 +187,9 @@ void* corun_stream_handler(bool cuda) {
 }
 void* corun_take_handler(bool cuda) {
   return cuda ? reinterpret_cast<void*>(kTakeOnCuda) : reinterpret_cast<void*>(kTakeOnHost);
+}
+void* corun_event_handler(bool cuda) {
+  return cuda ? reinterpret_cast<void*>(kEventOnCuda) : reinterpret_cast<void*>(kEventOnHost);
 }
 void* corun_mark_handler(bool cuda) {
   return cuda ? reinterpret_cast<void*>(kMarkOnCuda) : reinterpret_cast<void*>(kMarkOnHost);

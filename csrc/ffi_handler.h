@@ -19,6 +19,7 @@ void* stage_on_cuda_handler();
 // Co-running (corun_runtime.h), and its simulation without a GPU.
 void* corun_stream_handler(bool cuda);
 void* corun_take_handler(bool cuda);
+void* corun_event_handler(bool cuda);
 void* corun_mark_handler(bool cuda);
 void* corun_pass_handler(bool cuda);
 

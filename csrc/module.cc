@@ -235,6 +235,7 @@ py::dict handlers() {
   d["recom_stage_v2"] = py::capsule(stage_on_host_handler());
   d["recom_corun_stream_v1"] = py::capsule(corun_stream_handler(false));
   d["recom_corun_take_v1"] = py::capsule(corun_take_handler(false));
+  d["recom_corun_event_v1"] = py::capsule(corun_event_handler(false));
   d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(false));
   d["recom_corun_pass_v1"] = py::capsule(corun_pass_handler(false));
   return d;
@@ -250,6 +251,7 @@ py::dict cuda_handlers() {
   d["recom_fused_alone_v1"] = py::capsule(cuda_alone_handler());
   d["recom_corun_stream_v1"] = py::capsule(corun_stream_handler(true));
   d["recom_corun_take_v1"] = py::capsule(corun_take_handler(true));
+  d["recom_corun_event_v1"] = py::capsule(corun_event_handler(true));
   d["recom_corun_mark_v1"] = py::capsule(corun_mark_handler(true));
   d["recom_corun_pass_v1"] = py::capsule(corun_pass_handler(true));
   return d;

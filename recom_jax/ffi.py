@@ -21,6 +21,7 @@ STAGE = "recom_stage_v2"
 ALONE = "recom_fused_alone_v1"
 STREAM = "recom_corun_stream_v1"
 TAKE = "recom_corun_take_v1"
+EVENT = "recom_corun_event_v1"
 MARK = "recom_corun_mark_v1"
 PASS = "recom_corun_pass_v1"
 

@@ -70,15 +70,14 @@ def scheduled(text: str) -> list[str]:
     return [line for line in entry.splitlines() if " = " in line]
 
 
-@pytest.mark.parametrize("marking", [True, False])
-def test_updates_of_tables_follow_a_marker_behind_all_gradients(marking: bool) -> None:
+@pytest.mark.parametrize("marking", ["event", "mark", "pass"])
+def test_updates_of_tables_follow_a_marker_behind_all_gradients(marking: str) -> None:
     """What is smallest is there first, and XLA would update tables before it."""
     step = jax.jit(lambda s, b: train(s, b))
-    with calls.marking(frozenset(["bwd"] if marking else [])):
+    with calls.marking(frozenset([] if marking == "pass" else ["bwd"]), marking == "event"):
         text = step.lower(state(), batch()).compile().as_text()
     lines = scheduled(text)
-    target = "recom_corun_mark" if marking else "recom_corun_pass"
-    (at,) = [k for k, x in enumerate(lines) if target in x]
+    (at,) = [k for k, x in enumerate(lines) if f"recom_corun_{marking}_v1" in x]
     products = [k for k, x in enumerate(lines) if re.search(r"\bdot\(", x)]
     updates = [k for k, x in enumerate(lines) if "scatter" in x.split(" = ")[0]]
     assert len(updates) == FIELDS and products
@@ -88,14 +87,15 @@ def test_updates_of_tables_follow_a_marker_behind_all_gradients(marking: bool) -
 def test_it_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """A co-run step gives the bits of the user's own; without markers XLA fuses as it likes."""
     made = []
-    for marking in (["bwd"], []):
-        with calls.marking(frozenset(marking)):
+    for marking, in_graphs in ((["bwd"], True), (["bwd"], False), ([], True)):
+        with calls.marking(frozenset(marking), in_graphs):
             made.append(jax.tree.leaves(jax.jit(lambda s, b: train(s, b))(state(), batch())))
     monkeypatch.setattr(calls, "_emulated", False)
     plain = jax.tree.leaves(jax.jit(lambda s, b: train(s, b))(state(), batch()))
-    for x, y, z in zip(*made, plain, strict=True):
+    for x, y, z, p in zip(*made, plain, strict=True):
         np.testing.assert_array_equal(x, y)
-        np.testing.assert_allclose(x, z, rtol=1e-5)
+        np.testing.assert_array_equal(x, z)
+        np.testing.assert_allclose(x, p, rtol=1e-5)
 
 
 def behind_gradients(options: corun.Options) -> corun.Report:
@@ -129,7 +129,10 @@ def behind_gradients(options: corun.Options) -> corun.Report:
     assert len(set(wanted)) == len(wanted)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)  # on a GPU scatters are sums by atomics
     engine = pipe._made_engine
-    assert engine is not None and engine.stats()["marks"] == len(raws)
+    assert engine is not None
+    # On a GPU the host sees a marker when it becomes part of a graph.
+    seen = engine.stats()["marks"]
+    assert seen == len(raws) if jax.default_backend() == "cpu" else seen > 0
     return pipe.report()
 
 

@@ -261,9 +261,14 @@ def test_a_state_may_change_its_structure() -> None:
 
 
 def native(
-    mode: int = runtime.PLAN, slots: int = 2, seed: int = 0, stages: Any = ("a", "b")
+    mode: int = runtime.PLAN,
+    slots: int = 2,
+    seed: int = 0,
+    stages: Any = ("a", "b"),
+    timed: bool = True,
+    profile: bool = False,
 ) -> Any:
-    """One kernel a stage, each adding up a part of two results."""
+    """One kernel a stage, each adding up a part of two results. timed: markers tell the host."""
     k = kernels.compile_prep(
         lambda r: {"a": r["n"] + 1, "b": r["n"] * 2}, {"n": np.zeros(64, np.int32)}
     )
@@ -276,7 +281,8 @@ def native(
         address = corun_emulation.address(k.source)
         return ffi.extension().CorunRuntime.simulated(seed=seed, kernel=address, **plan)
 
-    return runtime.PrepRuntime(k, runtime.Schedule(mode, tuple(launches), stages), slots, seeded, 4)
+    schedule = runtime.Schedule(mode, tuple(launches), stages, timed)
+    return runtime.PrepRuntime(k, schedule, slots, seeded, 4, profile)
 
 
 def taken(r: Any, slot: int) -> tuple[Any, Callable[[], None]]:
@@ -288,9 +294,11 @@ def taken(r: Any, slot: int) -> tuple[Any, Callable[[], None]]:
 
 @pytest.mark.parametrize("mode", [runtime.PLAN, runtime.EAGER, runtime.SEQUENTIAL])
 @pytest.mark.parametrize("seed", range(6))
-def test_slots_are_never_mixed_up(mode: int, seed: int) -> None:
-    """Batches pass through two slots while nothing has run yet: only events keep them apart."""
-    r, rng = native(mode, seed=seed), np.random.default_rng(seed)
+@pytest.mark.parametrize("timed", [False, True])
+def test_slots_are_never_mixed_up(mode: int, seed: int, timed: bool) -> None:
+    """Batches pass through two slots while nothing has run yet: only events keep them apart. Markers come in any order,
+    or not, and so does what follows a step's dispatch."""
+    r, rng = native(mode, seed=seed, timed=timed), np.random.default_rng(seed)
     data = [rng.integers(-1000, 1000, 64).astype(np.int32) for _ in range(20)]
     waiting: list[int] = []
     results = []
@@ -300,7 +308,9 @@ def test_slots_are_never_mixed_up(mode: int, seed: int) -> None:
         if k:
             results.append(taken(r, waiting.pop(0))[0])
             for name in rng.permutation(["a", "b", "other"])[: rng.integers(0, 4)]:
-                r.native.mark(str(name))
+                (r.native.mark if timed else r.native.ended)(str(name))
+            if rng.random() < 0.8:  # else the step failed
+                r.native.dispatched()
     r.native.finish()
     for x, (a, b) in zip(data, results, strict=True):
         np.testing.assert_array_equal(a, x + 1)
@@ -331,6 +341,69 @@ def test_kernels_start_with_their_stages() -> None:
     r.close()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_kernels_wait_for_the_markers_of_the_step_that_runs(seed: int) -> None:
+    """They are enqueued at once, and the step runs whenever: a clock counts what has run."""
+    r, filler = native(seed=seed, timed=False, profile=True), 40
+    waiting, results = [r.pack([np.full(64, k, np.int32)]) for k in range(2)], []
+    for k in range(30):
+        made, finish = taken(r, waiting.pop(0))
+        results.append(made)
+        assert r.native.stats["launched"] == 3 * (k + 1) + 1  # those of the first stage
+        for name in ("a", "b"):
+            for _ in range(filler):
+                r.native.ended("another")
+            r.native.ended(name)
+        r.native.dispatched()
+        assert r.native.stats["launched"] == 3 * (k + 2)
+        if k % 5 == 4:  # the device catches up with the host
+            finish()
+        waiting.append(r.pack([np.full(64, k + 2, np.int32)]))
+    assert r.native.stats["late"] == 3 and r.native.stats["marks"] == 0
+    r.native.finish()
+    for k, (a, b) in enumerate(results):
+        assert (a == k + 1).all() and (b == 2 * k).all()
+    for slot in waiting:
+        r.native.abandon(slot)
+    rows = np.array(r.native.times)  # kernels, stages, leads, step, period
+    assert len(rows) > 10 and (rows[:, 3:5] == -1).all()
+    # A kernel of the second stage begins behind the first marker of the step before its own.
+    leads, periods = rows[1:, 5:8], rows[:-1, -1]
+    assert (periods > 2 * filler).all()
+    assert (leads[:, 1] < periods - filler).all() and (leads[:, 2] < periods - 2 * filler).all()
+    assert (leads > 0).all() and (leads[:, 0] > filler).any()
+    r.close()
+
+
+def test_a_marker_that_never_comes_holds_nothing_up() -> None:
+    """XLA left it out, or another step ran: kernels start early, and nobody waits for ever."""
+    for seed in range(4):
+        r = native(seed=seed, timed=False)
+        first, second = (r.pack([np.full(64, k, np.int32)]) for k in range(2))
+        taken(r, first)
+        r.native.ended("b")  # "a" never
+        r.native.dispatched()
+        assert r.native.stats["launched"] == 6
+        (a, _), finish = taken(r, second)
+        finish()
+        assert (a == 2).all() and r.native.stats["late"] == 3
+        r.native.dispatched()
+        r.close()
+        r.native.dispatched()  # nothing is left to do
+
+
+def test_a_step_that_was_not_dispatched_starts_no_kernels() -> None:
+    r = native(timed=False)
+    first, second = (r.pack([np.full(64, k, np.int32)]) for k in range(2))
+    r.native.dispatched()  # none has begun
+    taken(r, first)
+    assert r.native.stats["launched"] == 4
+    (a, _), finish = taken(r, second)  # the next step takes its batch all the same
+    finish()
+    assert (a == 2).all() and r.native.stats["late"] == 3 + 2
+    r.close()
+
+
 def test_a_batch_that_comes_late_catches_up() -> None:
     r = native()
     taken(r, r.pack([np.zeros(64, np.int32)]))
@@ -340,6 +413,16 @@ def test_a_batch_that_comes_late_catches_up() -> None:
     (a, _), finish = taken(r, slot)
     finish()
     assert (a == 2).all() and r.native.stats["late"] == 3 + 1
+    r.close()
+    r = native(timed=False)
+    taken(r, r.pack([np.zeros(64, np.int32)]))
+    r.native.ended("a")
+    r.native.dispatched()
+    slot = r.pack([np.ones(64, np.int32)])
+    assert r.native.stats["launched"] == 6  # behind all markers, those that have passed too
+    (a, _), finish = taken(r, slot)
+    finish()
+    assert (a == 2).all() and r.native.stats["late"] == 3
     r.close()
 
 
@@ -391,7 +474,7 @@ def test_bad_plans_are_refused() -> None:
     k = native().kernels
     make_bad = functools.partial(
         ffi.extension().CorunRuntime.simulated, seed=0, kernel=0, slots=1, ahead=1, in_bytes=256, results=[(0, 4)],
-        tiles=b"", words=k.words, consts=b"", stages=[], mode=0, profile=False,
+        tiles=b"", words=k.words, consts=b"", stages=[], mode=0, profile=False, in_graphs=True,
     )  # fmt: skip
     with pytest.raises(ValueError, match="tiles are not there"):
         make_bad(kernels=[(0, 1, 1, 0)])

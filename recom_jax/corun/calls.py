@@ -1,7 +1,7 @@
-"""Custom calls of co-running: `mark`, where a stage ends, `take`, a copy of a batch, and `stream`.
+"""Custom calls of co-running: markers, where a stage ends, `take`, a copy of a batch, and `stream`.
 
-They are not part of command buffers: they act on the streams anew each time. The step itself is the user's, as it
-stands: its batch is an argument like any other, which XLA reads where the kernels wrote it.
+Markers that record an event are part of command buffers; the others act on the streams anew each time. The step itself
+is the user's, as it stands: its batch is an argument like any other, which XLA reads where the kernels wrote it.
 """
 
 from __future__ import annotations
@@ -104,13 +104,14 @@ compat.register_primitive(
 
 
 @contextlib.contextmanager
-def marking(names: frozenset[str]) -> Iterator[None]:
+def marking(names: frozenset[str], in_graphs: bool = True) -> Iterator[None]:
     """Within it, in this thread, stage markers of these names are lowered to calls that start preprocessing kernels.
 
-    Each parts a command buffer in two, which costs the host time: so only those that start something are named.
+    in_graphs: they record an event, as a part of command buffers. Otherwise they tell the host each time, and part a
+    command buffer in two, which costs the step microseconds.
     """
-    before: frozenset[str] = getattr(_LOCAL, "on", frozenset())
-    _LOCAL.on = names
+    before: dict[str, str] = getattr(_LOCAL, "on", {})
+    _LOCAL.on = dict.fromkeys(names, ffi.EVENT if in_graphs else ffi.MARK)
     try:
         yield
     finally:
@@ -135,7 +136,8 @@ def lower_mark(ctx: Any, *operands: Any, name: str) -> Any:
     there so that XLA compiles the step alike: a co-run step must give the bits of the user's own. Over several
     devices, and on CPUs, where steps are not changed, it is nothing.
     """
-    on = name in getattr(_LOCAL, "on", frozenset())
+    target: str | None = getattr(_LOCAL, "on", {}).get(name)
+    on = target is not None
     cpu = ctx.module_context.platforms[0] == "cpu"
     off = getattr(_LOCAL, "off", False) or (cpu and not _emulated)
     if off or not operands or compat.module_devices(ctx) > 1:
@@ -152,7 +154,7 @@ def lower_mark(ctx: Any, *operands: Any, name: str) -> Any:
         own += compat.lower_as(ctx, first_elements, asked, kinds, avals[1:])
     aliases = {n: n for n in range(len(own))}
     rule = jax.ffi.ffi_lowering(
-        ffi.MARK if on else ffi.PASS, operand_output_aliases=aliases, has_side_effect=on
+        target or ffi.PASS, operand_output_aliases=aliases, has_side_effect=on
     )
     extra: dict[str, Any] = {"name": name} if on else {}
     made = list(rule(ctx.replace(avals_in=avals, avals_out=avals), *own, **extra))

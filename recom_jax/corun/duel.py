@@ -69,7 +69,7 @@ def duel(
     """
     found = [schedule_of(p, kernels) for p in plans]
     schedules = [s for s in found if s is not None]
-    key = key_of("duel 2", key, repr(schedules))
+    key = key_of("duel 3", key, repr(schedules))
     kept = None if cache is None else cache.get("probe", key)
     try:
         bare_us, periods = json.loads(kept) if kept is not None else (0.0, [])

@@ -113,7 +113,7 @@ class MeshRuntime:
             parts[0].schedule,
         )
         self.native = _Natives([p.native for p in parts])
-        self.marks = parts[0].marks
+        self.marks, self.in_graphs = parts[0].marks, parts[0].in_graphs
         self._tokens: dict[tuple[int, ...], Any] = {}
         self._views: dict[tuple[int, ...], Any] = {}
         self.ahead = parts[0].ahead
@@ -177,9 +177,13 @@ class MeshRuntime:
         for p, slot, d in zip(self.parts, slots, devices, strict=True):
             p.begin(slot, d, True)
 
+    def dispatched(self) -> None:
+        for p in self.parts:
+            p.dispatched()
+
     @functools.cached_property
     def key(self) -> str:
-        return repr((self.kernels.results, self.mesh, self.specs, self.marks))
+        return repr((self.kernels.results, self.mesh, self.specs, self.marks, self.in_graphs))
 
     def batch_like(self) -> Any:
         """Shapes of the whole batch."""

@@ -54,7 +54,8 @@ class Schedule:
       mode: PLAN: kernels start with their stages; EAGER: as soon as a raw batch is there, on a stream of ours;
         SEQUENTIAL: in front of the step, on XLA's stream; ONCE: the same for the first batch in each place, and no
         kernels for later ones, which are taken to be that batch: to time steps with nothing beside them.
-      stages: names of the markers that end them, in order; timed: time them all (each marker costs the step something).
+      stages: names of the markers that end them, in order; timed: time them all, by markers that tell the host (each
+        costs the step something; those of other schedules record an event, as parts of CUDA graphs).
     """
 
     mode: int
@@ -152,8 +153,9 @@ class PrepRuntime:
             stages=list(schedule.stages),
             mode=schedule.mode,
             profile=profile,
+            in_graphs=not schedule.timed,
         )
-        self.marks = marks_of(schedule)
+        self.marks, self.in_graphs = marks_of(schedule), not schedule.timed
         self._places = ffi.extension().CorunPlaces(
             [
                 (x.offset, x.nbytes, np.dtype(x.dtype).kind, np.dtype(x.dtype).itemsize)
@@ -228,6 +230,10 @@ class PrepRuntime:
         self._begun += 1
         self.native.begin(slot)
 
+    def dispatched(self) -> None:
+        """The step was handed to XLA: what starts with its later stages may wait for its markers."""
+        self.native.dispatched()
+
     def abandon(self, slot: int) -> None:
         """Gives a batch up that no step took."""
         self.native.abandon(slot)
@@ -235,7 +241,7 @@ class PrepRuntime:
     @functools.cached_property
     def key(self) -> str:
         """What a compiled step depends on."""
-        return repr((self.kernels.out_tree, self.kernels.results, self.marks))
+        return repr((self.kernels.out_tree, self.kernels.results, self.marks, self.in_graphs))
 
     def batch_like(self) -> Any:
         """Shapes of the prepared batch."""

@@ -32,7 +32,8 @@ class Steps:
         self._step, self._device = step, device
         self._compiled: dict[Any, Any] = {}
         self._flying: collections.deque[Any] = collections.deque()
-        # Without streams (tests) nothing else keeps a step in front of what the next `begin` lets happen.
+        # Without streams (tests) nothing else keeps a step in front of what the next `begin` lets happen, and its
+        # markers record events when it runs.
         self._serial = device.platform == "cpu"
 
     def __call__(
@@ -52,14 +53,18 @@ class Steps:
                 f"Pipeline: the state is on {home}, and batches are prepared on {self._device}; put the state there, "
                 "or pass corun.Options(runtime='threads')"
             )
-        while len(self._flying) >= (1 if self._serial else runtime.ahead):
+        while len(self._flying) >= runtime.ahead:
             wait_for(self._flying.popleft())
         batch = runtime.views(slot, self._device, committed)
         runtime.begin(slot, self._device, committed)
         begun()
-        with calls.marking(runtime.marks):
+        with calls.marking(runtime.marks, runtime.in_graphs):
             made, ended = run(batch, *leaves)
-        self._flying.append(ended or jax.tree.leaves(made[1]))
+        ended = ended or jax.tree.leaves(made[1])
+        if self._serial:
+            wait_for(ended)
+        runtime.dispatched()
+        self._flying.append(ended)
         return made
 
     def _compile(self, tree: Any, state: Any, runtime: Any) -> Any:

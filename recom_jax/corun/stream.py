@@ -41,12 +41,14 @@ class Times:
     Attributes:
       kernels: (name, times); stages: (marker, time from when the step has its batch to it); steps: from there to the
         step's end; periods: from there to when the next step has its batch.
+      leads: (name, time from the kernel's beginning to when its batch's step has it).
     """
 
     kernels: tuple[tuple[str, tuple[float, ...]], ...]
     stages: tuple[tuple[str, tuple[float, ...]], ...]
     steps: tuple[float, ...]
     periods: tuple[float, ...]
+    leads: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
 
 class Program:
@@ -202,12 +204,16 @@ class Engine:
         rows, n = r.native.times, len(r.launched)
         ends = r.schedule.stages
         kernels = tuple((x.name, tuple(row[k] for row in rows)) for k, x in enumerate(r.launched))
+        behind = n + len(ends)
+        leads = tuple(
+            (x.name, tuple(row[behind + k] for row in rows)) for k, x in enumerate(r.launched)
+        )
         stages = tuple(
             (name, tuple(row[n + k] for row in rows if row[n + k] >= 0))
             for k, name in enumerate(ends)
         )
         steps, periods = (tuple(row[k] for row in rows) for k in (-2, -1))
-        return Times(kernels, stages, steps, periods)
+        return Times(kernels, stages, steps, periods, leads)
 
     def close(self) -> None:
         with self._lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import pathlib
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +19,8 @@ from benchmarks.cases import gpu_corun_mesh
 from examples import rap_plans
 from recom_jax import corun
 from recom_jax import preprocess as pp
+from recom_jax.corun import runtime
+from recom_jax.corun.probe_stream import run_steps
 from recom_jax.corun.report import STREAM_MODES
 from tests.test_corun_kernels import columns, exact
 from tests.test_corun_markers import behind_gradients
@@ -74,6 +79,36 @@ def test_kernels_equal_plain_jax() -> None:
 
 def test_kernels_start_behind_the_gradients() -> None:
     assert behind_gradients(corun.Options(runtime="stream", slots=2)).late[1] == 12
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_kernel_starts_where_its_marker_stands(timed: bool) -> None:
+    """In a step of milliseconds, whose marker is a third of the way, mostly as a node of a graph."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def long(state: Any, batch: Any) -> Any:
+        x = state["x"] + jnp.sum(batch["x"])
+        for k in range(30):
+            x = jnp.tanh(x @ state["w"])
+            x = corun.stage(x, "third") if k == 9 else x
+        return {"x": x, "w": state["w"]}, {"x": jnp.sum(x)}
+
+    rng = np.random.default_rng(0)
+    state = {"x": np.zeros((2048, 2048), np.float32), "w": rng.normal(0, 0.02, (2048, 2048))}
+    state = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), state)
+    pipe = corun.Pipeline(prep, long, options=corun.Options(runtime="stream"))
+
+    def schedule(k: Any) -> runtime.Schedule:
+        launches = tuple(dataclasses.replace(x, stage=1) for x in runtime.whole(k, 0).launches)
+        return runtime.Schedule(runtime.PLAN, launches, ("third",), timed)
+
+    engine = pipe.make_engine(3, schedule, profile=True)
+    times = run_steps(engine, pp.columns(raw_batch(0, 500)), state)
+    leads, periods = np.array(times.leads[0][1]), np.array(times.periods)
+    engine.close()
+    places = 1 - np.median(leads[10:]) / np.median(periods[10:])
+    print(f"a kernel starts at {places:.3f} of a step of {np.median(periods):.3f} ms")
+    assert 0.25 < places < 0.45  # 0.333
 
 
 def test_without_command_buffers() -> None:
