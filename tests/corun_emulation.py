@@ -26,6 +26,9 @@ inline unsigned __float_as_uint(float x) { unsigned u; std::memcpy(&u, &x, 4); r
 inline float __uint_as_float(unsigned u) { float x; std::memcpy(&x, &u, 4); return x; }
 inline long long __double_as_longlong(double x) { long long u; std::memcpy(&u, &x, 8); return u; }
 inline double __longlong_as_double(long long u) { double x; std::memcpy(&x, &u, 8); return x; }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __clzll(long long x) { return x ? __builtin_clzll(x) : 64; }
 using std::memcpy;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,35 @@ def test_plans_of_rap(number: int) -> None:
 
     made = compare(plan.prep, raw, check)
     assert len({u.cls for u in made.units}) <= 12  # code is shared
+
+
+_MODS = """
+extern "C" void mods(const unsigned long long* x, int n, unsigned d, unsigned long long inverse, int* out) {
+  for (int k = 0; k < n; ++k) out[k] = recom_cuda::floor_mod(x[k], d, inverse);
+}
+"""
+
+
+def test_remainders_without_a_division() -> None:
+    """Of all kinds of divisors, at multiples of them and at the ends of the range, signed."""
+    source = kernels.compile_prep(exact, columns(4)).source + _MODS
+    library, rng = corun_emulation.library(source), np.random.default_rng(0)
+    two = 1 << 31
+    some = [1, 2, 3, 7, 77, 99991, 0x10000, 3 << 29, two // 2 + 1, two - 19, two - 2, two - 1, two]
+    for d in [*some, *rng.integers(1, two, 200).tolist()]:
+        near = [k * d + e for k in (1, 2, (1 << 63) // d, ((1 << 64) - 1) // d) for e in (-1, 0, 1)]
+        ends = [0, 1, (1 << 63) - 1, 1 << 63, (1 << 63) + 1, (1 << 64) - 2, (1 << 64) - 1]
+        ends += [
+            (a << 62) + (b << 31) + c for a in range(4) for b in (0, two - 1) for c in (0, two - 1)
+        ]
+        drawn = rng.integers(0, 1 << 64, 100, np.uint64).tolist()
+        x = np.array([v % (1 << 64) for v in (*near, *ends, *drawn)], np.uint64)
+        want = [int(v) % d for v in x.view(np.int64)]
+        given = ctypes.c_void_p(x.ctypes.data), len(x), ctypes.c_uint(d)
+        out = np.full(len(x), -1, np.int32)
+        to = ctypes.c_void_p(out.ctypes.data)
+        library.mods(*given, ctypes.c_ulonglong(((1 << 64) - 1) // d), to)
+        np.testing.assert_array_equal(out, want, err_msg=str(d))
 
 
 def test_any_cut_gives_the_same_results() -> None:

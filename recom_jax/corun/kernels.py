@@ -258,7 +258,17 @@ RECOM_FN void store(unsigned char* base, int offset, int place, T value) {{
   reinterpret_cast<T*>(base + offset)[place] = value;
 }}
 RECOM_FN u64 join(u32 high, u32 low) {{ return u64{{high}} << 32 | low; }}
-RECOM_FN i32 sigrid_hash(u64 x, u64 salt, u64 limit) {{
+// Signed x mod d, from 0 to d - 1, for d up to 2**31; inverse: (2**64 - 1) / d, so that the quotient is short by one at
+// most. A division by a number that is not known to the compiler would be twice as much as the rest of a hash.
+RECOM_FN i32 floor_mod(u64 x, u32 d, u64 inverse) {{
+  if ((d & (d - 1)) == 0) return static_cast<i32>(static_cast<u32>(x) & (d - 1));
+  u32 r = static_cast<u32>(x) - static_cast<u32>(__umul64hi(x, inverse)) * d;
+  r = r >= d ? r - d : r;
+  const u32 s = r - (0u - static_cast<u32>(inverse) * d);  // less 2**64 mod d, or less d where that is 0
+  const u32 t = s + d;
+  return static_cast<i32>(static_cast<i64>(x) < 0 ? (s < t ? s : t) : r);  // one of the two has wrapped around
+}}
+RECOM_FN i32 sigrid_hash(u64 x, u64 salt, u64 limit, u64 inverse) {{
   const u64 mul = 0x9ddfea08eb382d69ull;
   u64 k = ~x + (x << 21);
   k ^= k >> 24;
@@ -271,8 +281,7 @@ RECOM_FN i32 sigrid_hash(u64 x, u64 salt, u64 limit) {{
   a ^= a >> 47;
   u64 b = (salt ^ a) * mul;
   b ^= b >> 47;
-  const i64 rest = static_cast<i64>(b * mul) % static_cast<i64>(limit);
-  return static_cast<i32>(rest < 0 ? rest + static_cast<i64>(limit) : rest);
+  return floor_mod(b * mul, static_cast<u32>(limit), inverse);
 }}
 {classes}
 }}  // namespace recom_cuda

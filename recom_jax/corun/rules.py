@@ -242,12 +242,13 @@ class _Reader:
         numbers, _ = take_apart(x.values if isinstance(x, Jagged) else x)
         salt = Const(np.array(call.parameters["salt"] % (1 << 64), np.uint64))
         limit = Const(np.array(call.parameters["max_value"], np.uint64))
+        inverse = Const(np.array(((1 << 64) - 1) // call.parameters["max_value"], np.uint64))
         parts: tuple[SymArray, ...]
         if isinstance(numbers, Int64):
-            text, parts = "sigrid_hash(join({0}, {1}), {2}, {3})", (numbers.hi, numbers.lo)
+            text, parts = "sigrid_hash(join({0}, {1}), {2}, {3}, {4})", (numbers.hi, numbers.lo)
         else:
-            text, parts = "sigrid_hash(x_convert<u64>({0}), {1}, {2})", (numbers,)
-        made = Elementwise(parts[0].shape, np.int32, text, *parts, salt, limit)
+            text, parts = "sigrid_hash(x_convert<u64>({0}), {1}, {2}, {3})", (numbers,)
+        made = Elementwise(parts[0].shape, np.int32, text, *parts, salt, limit, inverse)
         return [made, *args[len(parts) :]]
 
     def structure(self, splits: SymArray) -> pull.ListOf:
