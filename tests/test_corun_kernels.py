@@ -187,6 +187,26 @@ def test_any_cut_gives_the_same_results() -> None:
             np.testing.assert_array_equal(a, b)
 
 
+def test_tiles_come_in_the_order_of_rows() -> None:
+    """What lies side by side in a result is written at about the same time, whatever unit it is of."""
+
+    def prep(r: Any) -> Any:
+        wide = [r["x"][:, None] + k * jnp.arange(3, dtype=jnp.int32) for k in range(4)]
+        return {"wide": jnp.stack(wide, 1), "x": r["x"]}
+
+    made = kernels.compile_prep(prep, {"x": np.zeros(5000, np.int32)})
+    inner = {u.words: u.inner for u in made.units}
+    assert len(inner) == len(made.units) and set(inner.values()) == {1, 3}
+    pieces = [(k, a, b) for k in range(len(made.units)) for a, b in ((0.5, 1.0), (0.0, 0.5))]
+    tiles = made.tiles(pieces)
+    rows = tiles["first"] // [inner[w] for w in tiles["words"]]
+    assert (np.diff(rows) >= 0).all() and len(set(tiles["words"][:5])) == 5
+    for u in made.units:
+        mine = tiles[tiles["words"] == u.words]
+        assert mine["count"].sum() == u.rows * u.inner
+    assert made.tiles([]).shape == (0,)
+
+
 def test_tiles_that_are_left_out_write_nothing() -> None:
     raw = columns(40)
     made = kernels.compile_prep(lambda r: {"a": r["small"] + 1, "b": r["small"] + 2}, raw)

@@ -77,8 +77,13 @@ class PrepKernels:
     out_tree: Any
 
     def tiles(self, pieces: Sequence[tuple[int, float, float]]) -> np.ndarray[Any, Any]:
-        """Tiles of (unit, first row, last row) pieces; rows in parts of the unit's: 0 to 1 is all of it."""
+        """Tiles of (unit, first row, last row) pieces; rows in parts of the unit's: 0 to 1 is all of it.
+
+        In the order of their first rows: units lie side by side in a row of the result, often a few bytes each, and
+        what is written at about the same time goes to memory as a whole.
+        """
         made: list[np.ndarray[Any, Any]] = []
+        rows: list[np.ndarray[Any, Any]] = []
         for k, low, high in pieces:
             u = self.units[k]
             a, b = (min(u.rows, max(0, round(u.rows * x))) * u.inner for x in (low, high))
@@ -87,7 +92,10 @@ class PrepKernels:
             tiles["first"], tiles["count"] = first, np.minimum(b - first, TILE)
             tiles["cls"], tiles["words"] = u.cls, u.words
             made.append(tiles)
-        return np.concatenate(made) if made else np.zeros(0, TILE_TYPE)
+            rows.append(first // max(1, u.inner))
+        if not made:
+            return np.zeros(0, TILE_TYPE)
+        return np.concatenate(made)[np.argsort(np.concatenate(rows), kind="stable")]
 
 
 def compile_prep(prep: Callable[[Any], Any], raw_like: Any) -> PrepKernels:
