@@ -166,8 +166,9 @@ def test_the_busiest_block_is_what_its_tiles_take() -> None:
     k = compiled()  # two classes, five tiles each, the last of them not full
     costs = {c: alone.ClassCost(c, 3.0 + c, (2.0, 8.0)[c], 0.1) for c in range(2)}
     assert [u.cls for u in k.units] == [0, 1]
-    rest = (5000 % kernels.TILE) / kernels.TILE
-    took = [2.0] * 4 + [2.0 * rest] + [8.0] * 4 + [8.0 * rest]
+    tiles = k.tiles(every_row((0, 1)))
+    took = [(2.0, 8.0)[c] * n / kernels.TILE for c, n in tiles[["cls", "count"]].tolist()]
+    assert sum(took) == pytest.approx(10.0 * 5000 / kernels.TILE)
     for share in (1 / 32, 0.0625, 0.125, 0.25, 1.0):
         load = load_of(k, costs, DEVICE, every_row((0, 1)), share)
         blocks = min(round(32 * share), 10)

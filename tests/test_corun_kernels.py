@@ -205,6 +205,14 @@ def test_tiles_come_in_the_order_of_rows() -> None:
         mine = tiles[tiles["words"] == u.words]
         assert mine["count"].sum() == u.rows * u.inner
     assert made.tiles([]).shape == (0,)
+    # However many blocks take them in turns, none gets one unit's alone.
+    long = kernels.compile_prep(
+        lambda r: {"a": r["x"] + 1, "b": r["x"] * 2}, {"x": np.zeros(60 * kernels.TILE, np.int32)}
+    )
+    second = long.tiles([(0, 0.0, 1.0), (1, 0.0, 1.0)])["cls"] == long.units[1].cls
+    for blocks in (2, 4, 6):
+        for b in range(blocks):
+            assert 0.2 < second[b::blocks].mean() < 0.8
 
 
 def test_tiles_that_are_left_out_write_nothing() -> None:

@@ -20,6 +20,7 @@ from recom_jax.corun.rules import Leaf, pulled
 from recom_jax.corun.symbols import Number, Unsupported, Writer, canonical, filled, type_of
 
 TILE = 1024  # elements: four for each thread of a block
+_GOLDEN = 0.6180339887498949  # multiples of it, without their whole parts, lie far apart
 
 TILE_TYPE = np.dtype(
     [("first", "<i8"), ("count", "<i4"), ("cls", "<i4"), ("words", "<i4"), ("unused", "<i4")]
@@ -80,7 +81,8 @@ class PrepKernels:
         """Tiles of (unit, first row, last row) pieces; rows in parts of the unit's: 0 to 1 is all of it.
 
         In the order of their first rows: units lie side by side in a row of the result, often a few bytes each, and
-        what is written at about the same time goes to memory as a whole.
+        what is written at about the same time goes to memory as a whole. Units of the same rows begin with another one
+        each time: blocks take every so manieth tile, and none of them shall get one unit's alone.
         """
         made: list[np.ndarray[Any, Any]] = []
         rows: list[np.ndarray[Any, Any]] = []
@@ -95,7 +97,11 @@ class PrepKernels:
             rows.append(first // max(1, u.inner))
         if not made:
             return np.zeros(0, TILE_TYPE)
-        return np.concatenate(made)[np.argsort(np.concatenate(rows), kind="stable")]
+        row = np.concatenate(rows)
+        order = np.argsort(row, kind="stable")
+        layers = np.split(order, np.flatnonzero(np.diff(row[order])) + 1)
+        turned = [np.roll(x, int(len(x) * (n * _GOLDEN % 1))) for n, x in enumerate(layers)]
+        return np.concatenate(made)[np.concatenate(turned)]
 
 
 def compile_prep(prep: Callable[[Any], Any], raw_like: Any) -> PrepKernels:
