@@ -24,6 +24,10 @@ constexpr double kJaggedPositions = 1.4;
 // at a time, which the second-level cache then holds.
 constexpr double kRunShares = 1.5, kMostRunCost = 40000;
 
+// A tile's look at one segment id, in the units of passes and of runs. Where that is most of a
+// tile's cost, a multiprocessor has one tile.
+constexpr double kLook = 1.0 / 2048, kRunLook = 0.3;
+
 int floor_power_of_two(double x) {
   int p = 1;
   while (p < 32 && 2 * p <= x) p *= 2;
@@ -80,8 +84,9 @@ int64_t jagged_passes(const UnitShape& u, const Geometry& g, int64_t bags_per_pa
                       double left, int sms) {
   const double share = left / (2.0 * kJaggedBlocks * sms);
   // Too few bags to fill the device are spread over it: beginnings side by side take no longer.
-  const double least = std::min(std::ceil(all / (g.pass_cost * sms)), double{kMaxPasses});
-  const double passes = std::max(share / g.pass_cost, least);
+  const double each = std::ceil(all / (g.pass_cost * sms));
+  double passes = std::max(share / g.pass_cost, std::min(each, double{kMaxPasses}));
+  if (u.looks * kLook > passes * g.pass_cost) passes = std::max(passes, each);
   const double fit = kStageWords / ((u.positions + 1) * static_cast<double>(bags_per_pass));
   return static_cast<int64_t>(std::max(std::min(passes, fit), 1.0));
 }
@@ -93,8 +98,9 @@ double run_cost(const UnitShape& u, const Geometry& g) {
 int64_t run_bags(const UnitShape& u, const Geometry& g, double all, double left, int sms) {
   const double share = left / (kRunShares * kJaggedBlocks * sms);
   const double bag = std::max(u.positions, 1.0) * (kRunPosition + g.lanes);
-  const double least = std::min(std::ceil(all / (bag * sms)), kLeastRunCost / bag);
-  const double bags = std::max(std::min(share, kMostRunCost) / bag, least);
+  const double each = std::ceil(all / (bag * sms));
+  double bags = std::max(std::min(share, kMostRunCost) / bag, std::min(each, kLeastRunCost / bag));
+  if (u.looks * kRunLook > bags * bag) bags = std::max(bags, each);
   const double fit = kRunStageWords / (u.positions + 1);
   return static_cast<int64_t>(std::max(std::min(bags, fit), 1.0));
 }

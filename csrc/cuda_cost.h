@@ -43,6 +43,7 @@ struct UnitShape {
   int64_t bags;
   double positions;  // of a bag: exact for regions, the average for jagged ones, 0 for plain code
   double steps;      // dependent steps of searches, per bag or per position
+  double looks;      // segment ids that each tile looks at before its first bag
   int row_bytes;     // of one feature of the widest row read, 0 if none is
   bool alone;        // its code has a block work on one column at a time
 };

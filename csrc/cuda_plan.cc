@@ -61,10 +61,15 @@ class Planner {
     const CudaClass& k = launch_.classes[u.cls];
     const ColumnClass& c = *col.cls;
     const int64_t width = k.width_slot < 0 ? 1 : col.v[k.width_slot];
-    Unit out{&col, &k, u.cls, u.column, {k.form, k.vec, width, col.bags, 0, 0, 0, false}, 0, false};
+    const UnitShape shape{k.form, k.vec, width, col.bags, 0, 0, 0, 0, false};
+    Unit out{&col, &k, u.cls, u.column, shape, 0, false};
     const Op& store = c.ops[k.stores.front()];
     out.result_bytes = width * element_size(call_.results[col.v[store.buffer]].dtype);
     for (int i : k.ops) measure(c, c.ops[i], col, &out.shape);
+    // Of row splits, which a search is made of, no tile looks at positions.
+    if (recom_cuda::is_jagged(k.form) && out.shape.steps == 0) {
+      out.shape.looks = out.shape.positions * static_cast<double>(col.bags);
+    }
     // The kernel counts positions in 32 bits, a few rounds beyond the end included.
     if (out.shape.positions * (recom_cuda::is_jagged(k.form) ? col.bags : 1) > kMaxPositions) {
       fail("a bag, or a jagged array, of more than 2^30 positions");

@@ -268,6 +268,21 @@ def test_few_jagged_bags_are_spread_over_the_device(form, few):
     assert min(launch["tiles"]["bags"][:100]) >= 40
 
 
+@pytest.mark.parametrize("form", [JAGGED, RUNS])
+def test_tiles_that_look_at_many_segment_ids_are_few(form):
+    """Each looks at all of them before its first bag: one tile a multiprocessor. Row splits need no look."""
+
+    def model(t: Any, x: Any, seg: Any) -> Any:
+        return jax.ops.segment_sum(t[x], seg, num_segments=10)
+
+    call = call_of(model, table(50, 16), ids((7,), 50), jnp.zeros(7, jnp.int32))
+    (launch,) = formed(call.resized(7, 16384 * 20).resized(10, 16384), form).plan(sms=132)
+    check_tiles(call.resized(7, 16384 * 20).resized(10, 16384), [launch])
+    assert len(launch["tiles"]) <= 132
+    (launch,) = formed(jagged(1, 16384, 20), form).plan(sms=132)
+    assert len(launch["tiles"]) > 132
+
+
 @pytest.mark.parametrize("far", [False, True])
 def test_vectors_of_jagged_bags_need_near_rows(far):
     """Code for whole vectors multiplies a result's stride in 32 bits."""

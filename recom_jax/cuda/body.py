@@ -141,7 +141,8 @@ class Body(Runs):
                 continue
             seg = i.args[1]
             self.put(f"const auto range_{seg} = [&](i64 bag) -> Range {{")
-            self.put(f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});")
+            if self.splits(i) is not None:
+                self.put(f"  const i32 total = static_cast<i32>({self.slot(i.args[0])});")
             self.put(f"  return {self.range_of(i, 'bag')};")
             self.put("};")
             tests.append(f"is_long(range_{seg}(bag))")

@@ -18,6 +18,7 @@ from recom_jax.program import Instr, Reg
 BAGS = {"SPLITS": "SplitBags", "LENGTHS": "LengthBags"}
 # What cp.async copies (recom_stage.cuh).
 _STAGED = ("int32", "int64", "uint32", "uint64", "float32", "float64")
+_NARROW = ("int8", "uint8", "int16", "uint16", "int32")
 STAGE_BYTES = 16384
 
 
@@ -232,7 +233,9 @@ class Regions(Pools):
     def ranges(self, i: Instr) -> None:
         """How many positions there are, and which are the bag's."""
         if self.jagged:
-            self.put(f"const i32 total = static_cast<i32>({self.slot(i.args[0])});")
+            # What segment ids say of a tile needs no number of positions.
+            unused = "[[maybe_unused]] " if self.splits(i) is None else ""
+            self.put(f"{unused}const i32 total = static_cast<i32>({self.slot(i.args[0])});")
         else:
             sizes = [self.slot(s) for s in i.args[1:]]
             self.put(f"const i32 total = static_cast<i32>({' * '.join(sizes) or '1'});")
@@ -356,10 +359,12 @@ class Regions(Pools):
             self.jagged,
             region.op == "JREGION",
         )
-        self.put(f"const auto {name} = [&](i32 q) -> i64 {{")
+        # Half the instructions to compare with, where 32 bits hold all of them.
+        kind = "i32" if self.cls.regs[register].dtype in _NARROW else "i64"
+        self.put(f"const auto {name} = [&](i32 q) -> {kind} {{")
         for i in code:
             self.put(f"  const {self.type_of(self.dst(i))} r{writes(i)} = {self.value(i)};")
-        self.put(f"  return static_cast<i64>(r{register});")
+        self.put(f"  return static_cast<{kind}>(r{register});")
         self.put("};")
         self.in_flight, self.position, self.jagged = kept, position, jagged
 

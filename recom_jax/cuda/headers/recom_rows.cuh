@@ -329,31 +329,43 @@ RECOM_FN bool non_finite(E x) {
     return false;
   }
 }
-// Whether a table holds anything that is not finite; the whole block asks. One that is dense is read by vectors, several of them on
-// their way: the block would otherwise wait for memory once an element.
+template <class E, int N>
+RECOM_FN bool any_non_finite(const Row<E, N>& x) {
+  bool bad = false;
+#pragma unroll
+  for (int i = 0; i < N; ++i) bad |= non_finite(x.v[i]);
+  return bad;
+}
+// Whether a table holds anything that is not finite; the whole block asks. One that is dense is read by vectors, of which a thread
+// always has several on their way: what arrives is looked at and replaced by the next.
 template <class E>
 RECOM_FN bool block_non_finite(const E* table, i64 rows, i64 row_stride, i64 width) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(E)), kFlight = 8;
   const i64 n = rows * width;
-  const bool dense = row_stride == width && reinterpret_cast<u64>(table) % 16 == 0;
-  const i64 vectors = dense ? n / kVector : 0;
+  const bool dense = row_stride == width && reinterpret_cast<u64>(table) % 16 == 0 && n / kVector < (i64{1} << 30);
+  const i32 vectors = dense ? static_cast<i32>(n / kVector) : 0;
   bool bad = false;
-#pragma unroll 1
-  for (i64 k = threadIdx.x; k < vectors; k += kThreads * kFlight) {
+  if (vectors > 0) {
+    const auto vector = [&](i32 k) -> Row<E, kVector> {
+      return load_vector<E, kVector>(table + static_cast<i64>(k < vectors ? k : vectors - 1) * kVector);
+    };
+    const i32 thread = static_cast<i32>(threadIdx.x);
     Row<E, kVector> x[kFlight];
 #pragma unroll
-    for (int u = 0; u < kFlight; ++u) {
-      const i64 at = k + u * kThreads;
-      x[u] = load_vector<E, kVector>(table + (at < vectors ? at : k) * kVector);
+    for (int u = 0; u < kFlight; ++u) x[u] = vector(thread + u * kThreads);
+#pragma unroll 1
+    for (i32 k = thread + kThreads * kFlight; k < vectors; k += kThreads * kFlight) {
+#pragma unroll
+      for (int u = 0; u < kFlight; ++u) {
+        bad |= any_non_finite(x[u]);
+        x[u] = vector(k + u * kThreads);
+      }
     }
 #pragma unroll
-    for (int u = 0; u < kFlight; ++u) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) bad |= non_finite(x[u].v[i]);
-    }
+    for (int u = 0; u < kFlight; ++u) bad |= any_non_finite(x[u]);
   }
 #pragma unroll 1
-  for (i64 k = vectors * kVector + threadIdx.x; k < n; k += kThreads) {
+  for (i64 k = static_cast<i64>(vectors) * kVector + threadIdx.x; k < n; k += kThreads) {
     bad |= non_finite(load_one(table + k / width * row_stride + k % width));
   }
   return __syncthreads_or(bad) != 0;

@@ -14,55 +14,87 @@ namespace recom_cuda {
 // many stand before the tile's bags and before their end, which are the places where those begin
 // and end. Then neighbours that differ say where each of the tile's bags begins.
 
-// Sums of two counts over the block, and whether `ok` holds for all its threads. All threads call
+template <class T>
+RECOM_FN T warp_sum(T x) {
+  if constexpr (sizeof(T) == 4) {
+    return static_cast<T>(__reduce_add_sync(0xffffffffu, static_cast<u32>(x)));
+  } else {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+    return x;
+  }
+}
+// Sums of two numbers over the block, and whether `ok` holds for all its threads. All threads call
 // it.
-RECOM_FN bool count_block(i32& first, i32& last, bool ok) {
-  __shared__ i32 counts[2 * (kThreads / 32)];
-  const u32 a = __reduce_add_sync(0xffffffffu, static_cast<u32>(first));
-  const u32 b = __reduce_add_sync(0xffffffffu, static_cast<u32>(last));
+template <class T>
+RECOM_FN bool sum_block(T& first, T& last, bool ok) {
+  __shared__ T sums[2 * (kThreads / 32)];
+  const T a = warp_sum(first), b = warp_sum(last);
   __syncthreads();  // nobody reads what an earlier call left there
   if (threadIdx.x % 32 == 0) {
-    counts[threadIdx.x / 32 * 2] = static_cast<i32>(a);
-    counts[threadIdx.x / 32 * 2 + 1] = static_cast<i32>(b);
+    sums[threadIdx.x / 32 * 2] = a;
+    sums[threadIdx.x / 32 * 2 + 1] = b;
   }
   ok = __syncthreads_and(ok) != 0;
   first = last = 0;
 #pragma unroll
   for (int k = 0; k < kThreads / 32; ++k) {
-    first += counts[2 * k];
-    last += counts[2 * k + 1];
+    first += sums[2 * k];
+    last += sums[2 * k + 1];
   }
   return ok;
 }
+
+// What a thread has seen of segment ids.
+template <class T>
+struct Seen {
+  T bag0, bag1;
+  i32 before = 0, upto = 0;
+  bool ok = true;
+
+  RECOM_FN void see(T here, T next) {
+    ok &= here <= next;
+    before += here < bag0;
+    upto += here < bag1;
+  }
+};
 
 // Whether `total` segment ids ascend; if so, `tile` is the positions of bags [bag0, bag0 + bags).
 // The whole block asks.
 template <class F>
 RECOM_FN bool find_segments(const F& seg, i64 total_wide, const Tile& t, Range& tile) {
-  constexpr i32 kFlight = 8;
+  using T = decltype(seg(0));
+  constexpr i32 kFlight = 16, kRound = kThreads * kFlight, kLess = 8;
   const i32 total = static_cast<i32>(total_wide);  // the plan lets no more than 2^30 through
-  const i64 bag0 = t.bag0, bag1 = t.bag0 + t.bags;
-  i32 before = 0, upto = 0;
-  bool ok = true;
+  Seen<T> seen{static_cast<T>(t.bag0), static_cast<T>(t.bag0 + t.bags)};
+  i32 q = static_cast<i32>(threadIdx.x);
 #pragma unroll 1
-  for (i32 q = static_cast<i32>(threadIdx.x); q < total; q += kThreads * kFlight) {
-    i64 here[kFlight], next[kFlight];
+  for (; q + kRound - kThreads + 1 < total; q += kRound) {
+    T here[kFlight], next[kFlight];
 #pragma unroll
     for (int u = 0; u < kFlight; ++u) {
+      here[u] = seg(q + u * kThreads);
+      next[u] = seg(q + u * kThreads + 1);
+    }
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) seen.see(here[u], next[u]);
+  }
+  // What is left is less than a round: positions behind the end are the last one's.
+#pragma unroll 1
+  for (; q < total; q += kThreads * kLess) {
+    T here[kLess], next[kLess];
+#pragma unroll
+    for (int u = 0; u < kLess; ++u) {
       const i32 at = q + u * kThreads < total ? q + u * kThreads : total - 1;
       here[u] = seg(at);
       next[u] = seg(at + 1 < total ? at + 1 : at);
     }
 #pragma unroll
-    for (int u = 0; u < kFlight; ++u) {
-      const bool in = q + u * kThreads < total;
-      ok &= here[u] <= next[u];
-      before += in && here[u] < bag0;
-      upto += in && here[u] < bag1;
+    for (int u = 0; u < kLess; ++u) {
+      if (q + u * kThreads < total) seen.see(here[u], next[u]);
     }
   }
-  ok = count_block(before, upto, ok);
-  tile = Range{before, upto};
+  const bool ok = sum_block(seen.before, seen.upto, seen.ok);
+  tile = Range{seen.before, seen.upto};
   return ok;
 }
 

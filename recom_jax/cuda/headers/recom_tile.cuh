@@ -329,22 +329,19 @@ struct LengthBags {
 
   RECOM_FN i64 of(i64 k) const { return static_cast<i64>(load_one(length + k)); }
   RECOM_FN bool ascend(const Tile& t) {
-    // Each warp by itself: nothing is shared between them.
     bool ok = true;
     i64 all = 0, front = 0;
-    for (i64 k = threadIdx.x % 32; k + 1 < n; k += 32) {
+#pragma unroll 4
+    for (i64 k = threadIdx.x; k + 1 < n; k += kThreads) {
       const i64 l = of(k);
       ok &= l >= 0 && l < (i64{1} << 31);
       all += l;
       front += k < t.bag0 ? l : 0;
     }
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-      all += __shfl_xor_sync(0xffffffffu, all, lanes);
-      front += __shfl_xor_sync(0xffffffffu, front, lanes);
-    }
+    ok = sum_block(all, front, ok);
     here = tile = t.bag0;
     start = before = front;
-    return __syncthreads_and(ok && all < (i64{1} << 31)) != 0;
+    return ok && all < (i64{1} << 31);
   }
   RECOM_FN Range range(i32 total, i64 bag) {
     if (bag >= n) return Range{0, 0};

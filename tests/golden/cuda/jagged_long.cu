@@ -17,9 +17,9 @@ __device__ __noinline__ void class_0_any(const Params& p) {
   const i32* const b7 = source<i32>(p, me.word(8));
   const f32* const b12 = source<f32>(p, me.word(13));
   auto* const out = kept(target<f32>(p, me.word(24)));
-  const auto seg_0 = [&](i32 q) -> i64 {
+  const auto seg_0 = [&](i32 q) -> i32 {
     const i32 r0 = load_one(b4 + q);
-    return static_cast<i64>(r0);
+    return static_cast<i32>(r0);
   };
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
   for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
@@ -32,7 +32,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
       Row<f32, kVec> r1 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
       f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank);
       {
-        const i32 total = static_cast<i32>(s2);
+        [[maybe_unused]] const i32 total = static_cast<i32>(s2);
         const Range span{0, total};
         constexpr int kFlight = 1, kOwn = own_numbers(kShare, kFlight);
         const i32 end = span.end;
@@ -116,13 +116,12 @@ __device__ __forceinline__ void class_0_long(const Params& p) {
   const i32* const b7 = source<i32>(p, me.word(8));
   const f32* const b12 = source<f32>(p, me.word(13));
   auto* const out = kept(target<f32>(p, me.word(24)));
-  const auto seg_0 = [&](i32 q) -> i64 {
+  const auto seg_0 = [&](i32 q) -> i32 {
     const i32 r0 = load_one(b4 + q);
-    return static_cast<i64>(r0);
+    return static_cast<i32>(r0);
   };
   const Range tile_0{0, static_cast<i32>(s2)};
   const auto range_0 = [&](i64 bag) -> Range {
-    const i32 total = static_cast<i32>(s2);
     return range_in(seg_0, tile_0, bag);
   };
   const auto takes_all = [&](i64 bag) -> bool { return is_long(range_0(bag)); };
@@ -137,7 +136,7 @@ __device__ __forceinline__ void class_0_long(const Params& p) {
       Row<f32, kVec> r1 = spread<kVec>(start_of<kSum>(immediate<f32>(0), parts.rank + me.slice));
       f32 r9 = start_of<kSum>(immediate<f32>(0), parts.rank + team.rank);
       {
-        const i32 total = static_cast<i32>(s2);
+        [[maybe_unused]] const i32 total = static_cast<i32>(s2);
         const Range span = parts.of(range_in(seg_0, tile_0, bag));
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
         const i32 end = span.end;
@@ -222,9 +221,9 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   const f32* const b12 = source<f32>(p, me.word(13));
   auto* const out = kept(target<f32>(p, me.word(24)));
   no_long_bags();
-  const auto seg_0 = [&](i32 q) -> i64 {
+  const auto seg_0 = [&](i32 q) -> i32 {
     const i32 r0 = load_one(b4 + q);
-    return static_cast<i64>(r0);
+    return static_cast<i32>(r0);
   };
   Range tile_0;
   if (!find_segments(seg_0, s2, t, tile_0)) return class_0_any(p);
@@ -245,7 +244,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       Row<f32, kVec> r1 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
       f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank);
       {
-        const i32 total = static_cast<i32>(s2);
+        [[maybe_unused]] const i32 total = static_cast<i32>(s2);
         const auto span_of = [&](i32 at) -> Range {
           if constexpr (kStaged) return limits_0.of(at);
           else return range_in(seg_0, tile_0, at);

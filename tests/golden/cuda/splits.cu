@@ -19,12 +19,12 @@ __device__ __noinline__ void class_0_any(const Params& p) {
   const i32* const b10 = source<i32>(p, me.word(11));
   const f32* const b15 = source<f32>(p, me.word(16));
   auto* const out = kept(target<f32>(p, me.word(24)));
-  const auto seg_3 = [&](i32 q) -> i64 {
+  const auto seg_3 = [&](i32 q) -> i32 {
     const i32 r0 = static_cast<i32>(q);
     const i32 r1 = search_scan<kRight>(r0, b5 + 0, s7);
     const i32 r2 = immediate<i32>(1);
     const i32 r3 = x_sub(r1, r2);
-    return static_cast<i64>(r3);
+    return static_cast<i32>(r3);
   };
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
   for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
