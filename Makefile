@@ -16,7 +16,7 @@ SHELL := bash
 
 comma := ,
 CXX_FILES := $(wildcard csrc/*.cc csrc/*.h csrc/*.inc csrc/tensorflow/*.cc)
-CXX_TESTS := $(wildcard tests/cuda_emulation/*.cc tests/cuda_emulation/*.h)
+CXX_TESTS := $(wildcard tests/cuda_emulation/*.cc tests/cuda_emulation/*.h tests/cuda_host/*.cc tests/cuda_host/*.h)
 SOURCES := setup.py recom_jax/version.py $(CXX_FILES)
 PIP := -m pip --quiet --disable-pip-version-check
 NO_PYTHON := echo "error: no usable Python 3.11 or newer. On Debian or Ubuntu: apt-get install \

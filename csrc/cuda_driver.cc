@@ -3,9 +3,11 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <map>
+#include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <type_traits>
 
 namespace recom::cuda {
@@ -36,36 +38,41 @@ Driver* open() {
   return driver.release();
 }
 
-// A device's primary context, retained once and for good.
+// A device's primary context, retained once and for good: a thread that retains one that another
+// thread has just retained only counts it twice.
 Context primary_context(const Driver& driver, int ordinal) {
-  static std::mutex mutex;
-  static auto* contexts = new std::map<int, Context>;
-  std::lock_guard<std::mutex> lock(mutex);
-  const auto it = contexts->find(ordinal);
-  if (it != contexts->end()) return it->second;
+  static std::array<std::atomic<Context>, 64> contexts{};
+  const bool kept = ordinal >= 0 && ordinal < static_cast<int>(contexts.size());
+  Context context = kept ? contexts[ordinal].load(std::memory_order_acquire) : nullptr;
+  if (context) return context;
   Device device;
-  Context context;
   driver.check(driver.device_get(&device, ordinal), "find device " + std::to_string(ordinal));
   driver.check(driver.primary_ctx_retain(&context, device), "open the device's context");
-  return (*contexts)[ordinal] = context;
+  if (kept) contexts[ordinal].store(context, std::memory_order_release);
+  return context;
 }
 
 }  // namespace
 
 const Driver& Driver::get() {
   static std::mutex mutex;
-  static const Driver* instance = nullptr;
+  static std::atomic<const Driver*> instance{nullptr};
+  if (const Driver* opened = instance.load(std::memory_order_acquire)) return *opened;
   std::lock_guard<std::mutex> lock(mutex);
-  if (!instance) instance = open();
-  return *instance;
+  const Driver* opened = instance.load(std::memory_order_relaxed);
+  if (!opened) {
+    opened = open();
+    instance.store(opened, std::memory_order_release);
+  }
+  return *opened;
 }
 
-void Driver::check(Result code, const std::string& what) const {
-  if (code == 0) return;
+void Driver::fail(Result code, std::string_view what) const {
   const char *name = nullptr, *text = nullptr;
   error_name(code, &name);
   error_string(code, &text);
-  throw CudaError("recom_jax: CUDA cannot " + what + ": " + (name ? name : std::to_string(code)) +
+  throw CudaError("recom_jax: CUDA cannot " + std::string(what) + ": " +
+                  (name ? name : std::to_string(code)) +
                   (text ? std::string(" (") + text + ")" : std::string()));
 }
 
@@ -97,9 +104,12 @@ void Driver::spare_cache(Function kernel, int ordinal, int threads, int percent)
 DeviceScope::DeviceScope(const Driver& driver, int ordinal) : driver_(driver) {
   const Context wanted = primary_context(driver, ordinal);
   driver.check(driver.ctx_get_current(&before_), "tell the current context");
-  driver.check(driver.ctx_set_current(wanted), "switch contexts");
+  switched_ = before_ != wanted;  // XLA calls handlers in the context that they want
+  if (switched_) driver.check(driver.ctx_set_current(wanted), "switch contexts");
 }
 
-DeviceScope::~DeviceScope() { driver_.ctx_set_current(before_); }
+DeviceScope::~DeviceScope() {
+  if (switched_) driver_.ctx_set_current(before_);
+}
 
 }  // namespace recom::cuda

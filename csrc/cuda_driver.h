@@ -5,7 +5,7 @@
 #define RECOM_JAX_CSRC_CUDA_DRIVER_H_
 
 #include <cstddef>
-#include <string>
+#include <string_view>
 
 #include "cuda_nvrtc.h"  // CudaError
 
@@ -89,7 +89,10 @@ struct Driver {
   static const Driver& get();
 
   // Throws CudaError if `code` is an error: "recom_jax: CUDA cannot <what>: ...".
-  void check(Result code, const std::string& what) const;
+  void check(Result code, std::string_view what) const {
+    if (code != 0) fail(code, what);
+  }
+  [[noreturn]] void fail(Result code, std::string_view what) const;
   int attribute(int attribute, Device device) const;
   // Asks for as much shared memory of a multiprocessor as the blocks need that its registers hold:
   // the driver provides for as many as threads would allow, and the first-level cache is what is
@@ -108,6 +111,7 @@ class DeviceScope {
  private:
   const Driver& driver_;
   Context before_ = nullptr;
+  bool switched_ = false;
 };
 
 }  // namespace recom::cuda

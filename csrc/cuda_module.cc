@@ -221,13 +221,14 @@ Calls& calls() {
   return *c;
 }
 
-// The thread's last calls: a model has a few, and they come round in the same order.
-struct Recent {
-  std::array<const PreparedCall*, 8> calls{};
-  size_t next = 0;
-  void add(const PreparedCall* c) { calls[next++ % calls.size()] = c; }
-};
-thread_local Recent recent;
+// The thread's last calls, by where XLA keeps their attributes: at one place as long as an
+// executable lives. That says where to look and proves nothing: another executable's may lie there
+// by now, so what is found is compared like any other.
+thread_local std::array<const PreparedCall*, 64> recent{};
+
+const PreparedCall*& recent_at(const CudaArguments& a) {
+  return recent[reinterpret_cast<uintptr_t>(a.hash.data()) / 16 % recent.size()];
+}
 
 const PreparedCall* find_locked(const CudaArguments& a, const std::string& hash) {
   const auto it = calls().by_hash.find(hash);
@@ -290,12 +291,11 @@ uint64_t fill_table(const Driver& driver, const PreparedCall& call, const CudaAr
 }  // namespace
 
 const PreparedCall* find_prepared(const CudaArguments& a) {
-  for (const PreparedCall* c : recent.calls) {
-    if (c && c->matches(a)) return c;
-  }
+  const PreparedCall*& last = recent_at(a);
+  if (last && last->matches(a)) return last;
   std::lock_guard<std::mutex> lock(calls().mutex);
   const PreparedCall* found = find_locked(a, std::string(a.hash));
-  if (found) recent.add(found);
+  if (found) last = found;
   return found;
 }
 
@@ -312,7 +312,7 @@ const PreparedCall& prepare_call(const CudaArguments& a) {
     list.push_back(std::move(made));
     found = list.back().get();
   }
-  recent.add(found);
+  recent_at(a) = found;
   return *found;
 }
 

@@ -36,7 +36,8 @@ class PreparedCall;
 // or CudaError.
 const PreparedCall& prepare_call(const CudaArguments& arguments);
 
-// What `prepare_call` made, or null. Cheap: it compares attributes and shapes.
+// What `prepare_call` made, or null. Cheap: it compares attributes and shapes, and takes no lock
+// where the thread has run the call before.
 const PreparedCall* find_prepared(const CudaArguments& arguments);
 
 // Puts the call's kernels on the stream. Allocates nothing, waits for nothing.
