@@ -14,6 +14,7 @@
 #include "cuda_module.h"
 #include "cuda_stage.h"
 #include "ffi_handler.h"
+#include "forward.h"
 #include "interp.h"
 #include "kernels.h"
 #include "packing.h"
@@ -280,5 +281,6 @@ PYBIND11_MODULE(_recom, m) {
   bind_packing(m);
   bind_strings(m);
   recom::bind_cuda(m);
+  recom::bind_forward(m);
   recom::bind_corun(m);
 }

@@ -6,11 +6,11 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
-from recom_jax import compat, pipeline
+from recom_jax import _recom, compat, pipeline
 from recom_jax.bound import context
 from recom_jax.buckets import Buckets
 from recom_jax.errors import ArgumentError, RecomError, trace_error
@@ -57,8 +57,11 @@ def optimize(
     )
 
 
-class OptimizedFunction:
-    """A function whose embedding columns run fused. Make it with `optimize`."""
+class OptimizedFunction(_recom.Forward):  # type: ignore[misc]
+    """A function whose embedding columns run fused. Make it with `optimize`.
+
+    Calls go to `_jitted` or `_call` without a step of Python in between, and what they raise to `_failed`.
+    """
 
     def __init__(self, fn: Callable[..., Any], signature: Signature, options: Options) -> None:
         self._fn, self._signature, self.options = fn, signature, options
@@ -72,22 +75,21 @@ class OptimizedFunction:
         measured = self._named(self._measured_body)
         self._measured = jax.jit(measured, **static) if options.tune else self._jitted
         self._buckets = Buckets(fn, signature, options) if options.batch_buckets else None
-        # Most calls are JAX's alone: half a microsecond of Python is what small functions would notice.
-        self._direct = self._buckets is None and not options.tune
+        direct = self._buckets is None and not options.tune
+        self._forward(self._jitted if direct else self._call)
         self._reports: dict[Any, Report] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if self._direct:
-                return self._jitted(*args, **kwargs)
-            if self._buckets is not None and not compat.tracing():
-                return self._buckets.call(self._run, args, kwargs)
-            return self._run(*args, **kwargs)
-        except RecomError:
-            raise
-        except Exception as why:
-            raise self._signature.explain_failure(why, args, kwargs) from why
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self._buckets is not None and not compat.tracing():
+            return self._buckets.call(self._run, args, kwargs)
+        return self._run(*args, **kwargs)
+
+    def _failed(self, why: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
+        """Raises what a call that raised `why` shall raise."""
+        if isinstance(why, RecomError):
+            raise why
+        raise self._signature.explain_failure(why, args, kwargs) from why
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not self.options.tune or compat.tracing():
@@ -121,10 +123,8 @@ class OptimizedFunction:
         """``jax.jit(fn).lower(...)`` of the fused program: has ``as_text()`` and ``compile()``."""
         try:
             return self._jitted.lower(*args, **kwargs)
-        except RecomError:
-            raise
         except Exception as why:
-            raise self._signature.explain_failure(why, args, kwargs) from why
+            self._failed(why, args, kwargs)
 
     def bind(self, *leading: Any) -> Any:
         """Fixes the leading arguments (tables, weights): see `recom_jax.serve.Server`.
