@@ -10,6 +10,7 @@
 #include <thread>
 #include <unordered_map>
 
+#include "cuda_copy.h"
 #include "handover.h"
 
 namespace recom {
@@ -82,7 +83,7 @@ void unpin_memory(void* data) {
   }
 }
 
-void stage_copy(const StageWish& wish, const StageSource& source, cuda::Stream stream) {
+void stage_copy(const StageWish& wish, const StageSource& source, int device, cuda::Stream stream) {
   const cuda::Driver& driver = cuda::Driver::get();
   const auto token = reinterpret_cast<cuda::Pointer>(wish.token);
   bool there = complete(source);
@@ -98,8 +99,7 @@ void stage_copy(const StageWish& wish, const StageSource& source, cuda::Stream s
   const auto to = reinterpret_cast<cuda::Pointer>(wish.part);
   const auto nbytes = static_cast<size_t>(wish.nbytes);
   if (there) {
-    driver.check(driver.copy_on_device_async(to, token + wish.begin, nbytes, stream),
-                 "copy a batch on the device");
+    copy_on_device(device, to, token + wish.begin, nbytes, stream);
   } else {
     driver.check(driver.copy_to_device_async(to, source.host + wish.begin, nbytes, stream),
                  "copy a batch to the device");

@@ -74,8 +74,8 @@ struct StageWish {
   int64_t begin, nbytes;
 };
 
-// Gives the call what it wants, on XLA's stream.
-void stage_copy(const StageWish& wish, const StageSource& source, cuda::Stream stream);
+// Gives the call what it wants, on XLA's stream of the device.
+void stage_copy(const StageWish& wish, const StageSource& source, int device, cuda::Stream stream);
 // The same where device memory is host memory: for tests without a GPU.
 void stage_copy_on_host(const StageWish& wish, const StageSource& source);
 // Tests only: such a copy sleeps first, so that a slot written too early shows.

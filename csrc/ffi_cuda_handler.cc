@@ -188,10 +188,9 @@ bool read_buffers(int64_t n, const Type* types, void* const* from, Type wanted,
   return true;
 }
 
-bool read_frame(const XLA_FFI_CallFrame& frame, bool alone, bool on_stream, CudaArguments* a,
+bool read_frame(const XLA_FFI_CallFrame& frame, bool on_stream, CudaArguments* a,
                 cuda::Stream* stream) {
-  if (!read_attributes(frame.attrs, alone, a) ||
-      !read_buffers(frame.args.size, frame.args.types, frame.args.args, XLA_FFI_ArgType_BUFFER,
+  if (!read_buffers(frame.args.size, frame.args.types, frame.args.args, XLA_FFI_ArgType_BUFFER,
                     &a->operands) ||
       !read_buffers(frame.rets.size, frame.rets.types, frame.rets.rets, XLA_FFI_RetType_BUFFER,
                     &a->results)) {
@@ -220,7 +219,7 @@ XLA_FFI_Error* enter(XLA_FFI_CallFrame* frame, XLA_FFI_Handler* bound, bool alon
   constexpr bool kOnStream = stage == ffi::ExecutionStage::kExecute;
   if (frame->struct_size < XLA_FFI_CallFrame_STRUCT_SIZE || frame->extension_start != nullptr ||
       frame->stage != static_cast<XLA_FFI_ExecutionStage>(stage) ||
-      !read_frame(*frame, alone, kOnStream, &a, &stream)) {
+      !read_attributes(frame->attrs, alone, &a) || !read_frame(*frame, kOnStream, &a, &stream)) {
     return bound(frame);
   }
   ffi::Error error = guarded([&] { return body(a, stream); });
@@ -268,11 +267,11 @@ ffi::Error stage_on_host(ffi::AnyBuffer token, ffi::RemainingRets rets, int64_t 
   });
 }
 
-ffi::Error stage_on_cuda(cuda::Stream stream, ffi::AnyBuffer token, ffi::RemainingRets rets,
-                         int64_t nbytes, int64_t begin, int64_t whole) {
+ffi::Error stage_on_cuda(cuda::Stream stream, int32_t device, ffi::AnyBuffer token,
+                         ffi::RemainingRets rets, int64_t nbytes, int64_t begin, int64_t whole) {
   return guarded([&]() -> ffi::Error {
     stage_copy(wish_of(token, rets, nbytes, begin, whole),
-               stage_source(token.untyped_data(), nbytes), stream);
+               stage_source(token.untyped_data(), nbytes), device, stream);
     return ffi::Error::Success();
   });
 }
@@ -291,7 +290,9 @@ XLA_FFI_DEFINE_HANDLER(kStageOnHost, stage_on_host, stage_call(ffi::Ffi::Bind())
 // with, and XLA captures it anew only when a *device* address changes. Calls take turns with slots,
 // so it would be captured again at most calls; one copy ahead of the graph costs less.
 XLA_FFI_DEFINE_HANDLER(kStageOnCuda, stage_on_cuda,
-                       stage_call(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>()));
+                       stage_call(ffi::Ffi::Bind()
+                                      .Ctx<ffi::PlatformStream<cuda::Stream>>()
+                                      .Ctx<ffi::DeviceOrdinal>()));
 
 }  // namespace
 

@@ -124,3 +124,34 @@ def test_calls_outside_graphs_cost_no_more(facts):
     assert found["alone"]["error"] == ""
     again = found["alone again"]
     assert (again["launches"], again["driver"], again["allocations"]) == (1, 2, 0)
+
+
+def test_a_part_of_a_slot_is_copied_by_a_kernel(facts):
+    """Whose module is loaded once."""
+    found = facts["parts"]
+    driver, kernel = "cuMemcpyDtoDAsync_v2", "cuLaunchKernel"
+    assert all(found[x]["error"] == "" for x in ("uploaded", "again", "odd", "nothing"))
+    assert found["again"]["order"] == ["cuStreamWaitEvent", kernel]
+    assert found["again"]["allocations"] == 0
+    assert (found["again"]["grid"], found["long"]["grid"]) == (1, 3)
+    assert found["odd"]["order"] == ["cuStreamWaitEvent", driver]
+    assert found["nothing"]["order"] == ["cuStreamWaitEvent"]
+    first = found["not uploaded"]["order"]
+    assert first.index("cuMemcpyHtoDAsync_v2") < first.index(kernel)
+
+
+def test_the_drivers_copy_serves_where_it_does_not_take_the_kernel(facts):
+    seen = facts["refused"]
+    assert seen["error"] == ""
+    assert seen["order"][-1] == "cuMemcpyDtoDAsync_v2"
+    assert "cuLaunchKernel" not in seen["order"]
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("outside", "outside its slot"), ("another size", "holds"), ("no slot", "no staging slot")],
+)
+def test_a_slot_that_cannot_be_read_is_not(facts, what, says):
+    seen = facts["parts"][what]
+    assert says in seen["error"]
+    assert seen["driver"] == 0

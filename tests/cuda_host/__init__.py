@@ -54,6 +54,7 @@ def load(path: str) -> Any:
     host.set_bytes.argtypes = [p, ctypes.c_char_p, ctypes.c_char_p, n]
     host.run.argtypes = [p, i, p, n, n, p, p]
     host.run.restype = ctypes.c_char_p
+    host.calls_in_order.restype = ctypes.c_char_p
     host.count_of.argtypes = [ctypes.c_char_p]
     host.count_of.restype = host.count_all.restype = n
     host.last_word.argtypes = [n]

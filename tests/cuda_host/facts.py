@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from recom_jax import _recom
+from recom_jax import _recom, pack
 from tests import cuda_host
 from tests.cuda_host import EXECUTE, INITIALIZE, Call
 from tests.cuda_host.calls import captured, lowered
@@ -42,6 +42,7 @@ class Runner:
             "error": why,
             "allocations": allocated,
             "driver": self.host.count_all(),
+            "order": self.host.calls_in_order().decode().split(),
             "launches": self.host.count_of(b"cuLaunchKernel"),
             "contexts_set": self.host.count_of(b"cuCtxSetCurrent"),
             "plans": after["cuda_plans_uploaded"] - before["cuda_plans_uploaded"],
@@ -161,10 +162,65 @@ def faults(run: Runner) -> dict[str, Any]:
     return found
 
 
+class Slot:
+    """A slot on a device, and calls of `recom_stage_v2` that read it."""
+
+    def __init__(self, run: Runner, device: int, token: int) -> None:
+        self.run, self.token = run, token
+        layout = pack.layout_of([pack.LeafSpec(np.dtype(np.int32), (4096,))])
+        self.lease = pack.SlotRing(layout, 2).acquire()
+        self.nbytes = layout.total_bytes
+        run.host.set_device(device, 1)
+        self.lease.register_token(token, device, uploads=True)
+
+    def upload(self) -> None:
+        issued = self.lease.upload(self.token, 0)
+        if issued is not None:
+            issued.join()
+
+    def read(self, part: int, at: int = 1 << 28, token: int | None = None, **other: int) -> Any:
+        u8 = _recom.constants()["dtype"]["uint8"]
+        numbers = {"nbytes": self.nbytes, "begin": 64, "whole": 1, **other}
+        call = Call(
+            self.run.host,
+            [(u8, (numbers["nbytes"],))],
+            [*([(u8, (part,))] if part else []), (u8, ())],
+            {k: np.int64(v) for k, v in numbers.items()},
+        )
+        self.run.host.set_address(call.at, 0, self.token if token is None else token)
+        self.run.host.set_address(call.at, 1, at)
+        return self.run(call, "execute", target="recom_stage_v2")
+
+
+def parts(run: Runner) -> dict[str, Any]:
+    slot = Slot(run, 0, 1 << 30)
+    found = {"not uploaded": slot.read(100)}
+    slot.upload()
+    found["uploaded"] = slot.read(100)
+    found["again"] = slot.read(100)
+    found["long"] = slot.read(2 * 4096 + 1)
+    found["odd"] = slot.read(100, at=(1 << 28) + 4)
+    found["nothing"] = slot.read(0)
+    found["outside"] = slot.read(100, begin=slot.nbytes - 16)
+    found["another size"] = slot.read(100, nbytes=slot.nbytes - 64)
+    found["no slot"] = slot.read(100, token=(1 << 30) + 256)
+    return found
+
+
+def refused(run: Runner) -> dict[str, Any]:
+    """Another device, whose driver takes no module."""
+    slot = Slot(run, 1, 1 << 31)
+    slot.upload()
+    run.host.refuse_modules(1)
+    seen = slot.read(100)
+    run.host.refuse_modules(0)
+    return seen
+
+
 def main() -> None:
     run = Runner(sys.argv[1])
-    parts = {f.__name__: f(run) for f in (steady, mistaken, many, faults)}
-    print("FACTS " + json.dumps(parts))
+    told = {f.__name__: f(run) for f in (steady, mistaken, many, faults, parts, refused)}
+    print("FACTS " + json.dumps(told))
 
 
 if __name__ == "__main__":

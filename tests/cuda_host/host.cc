@@ -30,6 +30,7 @@ std::map<std::string, int64_t>& counts() {
   static auto* c = new std::map<std::string, int64_t>;
   return *c;
 }
+std::string order;  // the names of the calls that were counted
 bool counting = false;
 
 void* context = nullptr;  // the current one
@@ -37,6 +38,7 @@ unsigned grid = 0;
 std::vector<uint64_t> words;
 int64_t n_words = 0;
 int capturing = 0;
+bool refused = false;  // modules are
 
 }  // namespace
 
@@ -45,6 +47,7 @@ int fake::called(const char* symbol) {
     counting = false;  // the map's own memory is not the handlers'
     const int64_t before = allocations;
     ++counts()[symbol];
+    order.append(symbol).append(" ");
     allocations = before;
     counting = true;
   }
@@ -92,6 +95,10 @@ EXPORTED int cuMemAlloc_v2(unsigned long long* at, size_t) {
   *at = next += 1 << 20;
   return fake::called("cuMemAlloc_v2");
 }
+EXPORTED int cuModuleLoadDataEx(void**, const void*, unsigned, int*, void**) {
+  const int code = fake::called("cuModuleLoadDataEx");
+  return refused ? 1 : code;
+}
 EXPORTED int cuModuleGetFunction(void** function, void*, const char*) {
   *function = &grid;
   return fake::called("cuModuleGetFunction");
@@ -113,7 +120,6 @@ EXPORTED int cuLaunchKernel(void*, unsigned x, unsigned, unsigned, unsigned, uns
 namespace {
 
 XLA_FFI_Error* make_error(XLA_FFI_Error_Create_Args* a) { return new XLA_FFI_Error{a->message}; }
-void message_of(XLA_FFI_Error_GetMessage_Args* a) { a->message = a->error->message.c_str(); }
 void destroy(XLA_FFI_Error_Destroy_Args* a) { delete a->error; }
 XLA_FFI_Error* stream_of(XLA_FFI_Stream_Get_Args* a) {
   a->stream = &grid;
@@ -131,7 +137,6 @@ XLA_FFI_Api make_api() {
   api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
                      XLA_FFI_API_MINOR};
   api.XLA_FFI_Error_Create = make_error;
-  api.XLA_FFI_Error_GetMessage = message_of;
   api.XLA_FFI_Error_Destroy = destroy;
   api.XLA_FFI_Stream_Get = stream_of;
   api.XLA_FFI_DeviceOrdinal_Get = ordinal_of;
@@ -225,6 +230,7 @@ EXPORTED void set_device(int device, int in_context) {
   ordinal = device;
   context = in_context ? reinterpret_cast<void*>(static_cast<intptr_t>(device + 1)) : nullptr;
 }
+EXPORTED void refuse_modules(int on) { refused = on != 0; }
 EXPORTED void set_capturing(int on) { capturing = on; }
 
 // Runs a handler `times` times. Returns what it says went wrong ("" if nothing), for as long as
@@ -276,6 +282,10 @@ EXPORTED int64_t count_all() {
   for (const auto& [name, count] : counts()) n += count;
   return n;
 }
-EXPORTED void forget_counts() { counts().clear(); }
+EXPORTED const char* calls_in_order() { return order.c_str(); }
+EXPORTED void forget_counts() {
+  counts().clear();
+  order.clear();
+}
 EXPORTED unsigned last_grid() { return grid; }
 EXPORTED uint64_t last_word(int64_t i) { return words[i]; }
