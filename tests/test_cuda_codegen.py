@@ -37,6 +37,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 LONG = (
     os.environ.get("RECOM_HYPOTHESIS") == "long"
 )  # the profile that takes its time (tests/conftest.py)
+SPILLING = ("jagged", "splits", "runs")  # the programs of jagged bags (docs/cuda_target.md)
 B = 6  # rows of a batch; the text doesn't depend on it
 
 
@@ -241,7 +242,7 @@ def figures(name: str, arch: str, schedule: Schedule = DEFAULT) -> dict[str, int
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_machine_code(name: str, arch: str) -> None:
-    """As it was, with the compiler that the golden figures are from. Spills are then a choice of the schedule's."""
+    """As it was, with the compiler that the golden figures are from."""
     if no_compiler():
         pytest.skip(no_compiler())
     want = json.loads(FIGURES.read_text())
@@ -250,6 +251,14 @@ def test_machine_code(name: str, arch: str) -> None:
     assert figures(name, arch) == want[name][arch], (
         "python -m tests.test_cuda_codegen --regenerate, and read the difference"
     )
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - set(SPILLING)))
+def test_nothing_spills(name: str, arch: str) -> None:
+    """What a class keeps over its loops has room in registers, with as many blocks a multiprocessor as is fastest."""
+    got = json.loads(FIGURES.read_text())[name][arch]
+    assert got["stack"] == got["spill_stores"] == got["spill_loads"] == 0, got
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES if LONG else ("sm_90",))

@@ -9,7 +9,7 @@ from recom_jax.cuda.regions import BAGS, STAGE_BYTES
 from recom_jax.cuda.runs import STAGE_BYTES as RUN_STAGE_BYTES
 from recom_jax.cuda.runs import Runs
 from recom_jax.cuda.text import TYPES, Unsupported, Variant
-from recom_jax.cuda.units import JAGGED, PLAIN, walk
+from recom_jax.cuda.units import JAGGED, PLAIN, REGION, walk
 from recom_jax.program import OPERAND, RESULT, Instr
 
 _FORMS = ("kPlain", "kRegion", "kJagged")
@@ -49,6 +49,10 @@ class Body(Runs):
             lanes = f"constexpr int kLanes = lanes_for({_FORMS[u.form]}, {u.width}, kVec);"
         share = "1" if u.width is None or self.any_order else "kLanes"
         slices = "const int kSlices = t.slices;"
+        if (
+            u.form == REGION
+        ):  # kept, or the compiler keeps the tile's two bytes as well as what it makes of them
+            slices = "const int kSlices = kept_number(t.slices);"
         name = f"class_{self.number}"
         head = [
             f"// Class {self.number}: {rows}, {form}.",
@@ -85,7 +89,12 @@ class Body(Runs):
             buffer, offset = self.out.args[1:3]
             place = f"target<{TYPES[u.dtypes[buffer]]}>(p, me.word({1 + buffer}))"
             at = "" if u.constants.get(offset) == 0 else f" + {self.slot(offset)}"
-            before = [f"  auto* const out = kept({place}{at});", *before]
+            where = f"{place}{at}"
+            if self.once:
+                head.append(f"  constexpr bool kOnce = kLanes * kVec >= {u.width};")
+                stores = f"!kOnce || (me.slice == 0 && me.lane * kVec < {u.width})"
+                where = f"{stores} ? {where} + (kOnce ? me.lane * kVec : 0) : nullptr"
+            before = [f"  auto* const out = kept({where});", *before]
         for s in sorted(self.used):
             kind = self.cls.slots[s]
             if kind in (OPERAND, RESULT):
@@ -189,16 +198,26 @@ class Body(Runs):
         before = "forget_long_bags(), " if self.takes_blocks else ""
         self.checks.append(f"  if (!{ascends}) return {before}class_{self.number}_any(p);")
 
+    @property
+    def once(self) -> bool:
+        """Whether the kept address is the lane's own (kOnce), where one pass over the features is enough: none for
+        lanes that never store, so that no thread has to remember its slice behind the loop."""
+        if self.out is None or self.u.form != REGION or self.u.width is None:
+            return False
+        return self.is_row(self.out.args[0]) and self.u.constants.get(self.out.args[-1]) == 1
+
     def width(self) -> str:
         return str(self.u.width) if self.u.width is not None else self.slot(self.u.width_slot)
 
     def loop_head(self) -> list[str]:
         u = self.u
+        # A minimum keeps no limit in a register.
+        near = "at + me.first < bags - 1" if u.form == REGION else "on"
         lines = [
             "  const i32 bags = static_cast<i32>(t.bag0) + t.bags;",
             "  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {",
             "    const bool on = at + me.first < bags;",
-            "    const i32 bag = on ? at + me.first : bags - 1;",
+            f"    const i32 bag = {near} ? at + me.first : bags - 1;",
         ]
         if self.variant is Variant.LONG:
             lines[1:] = [
@@ -258,7 +277,10 @@ class Body(Runs):
         if not self.is_row(src):
             self.put(f"if (has && me.lane == 0 && me.slice == 0) store({data} + {at}, r{src});")
         elif self.u.constants.get(step) == 1 or self.u.width == 1:
-            self.put(f"if (has && me.slice == 0) store({data} + {at} + f, r{src});")
+            here, f = "has && me.slice == 0", "f"
+            if i is self.out and self.once:
+                here, f = f"kOnce ? on && out != nullptr : {here}", "(kOnce ? 0 : f)"
+            self.put(f"if ({here}) store({data} + {at} + {f}, r{src});")
         else:
             # Vectors need neighbours: the plan never calls such a unit aligned.
             self.put(

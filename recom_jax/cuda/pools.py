@@ -49,7 +49,8 @@ class Pools(Text):
         def times(row: str) -> str:
             return f"x_mul({row}{weight})" if weight else row
 
-        self.put(f"if ({k} >= 0) r{dst} = combine<{kind}>(r{dst}, {times(f'x{dst}[u]')});")
+        row = times(f"x{dst}[u]" if self.jagged else f"x{dst}[u].row()")
+        self.put(f"if ({k} >= 0) r{dst} = combine<{kind}>(r{dst}, {row});")
 
     def lost(self, b: Instr) -> tuple[str, str]:
         """(type, value) of what a pool adds for a position whose row does not exist, in each feature."""

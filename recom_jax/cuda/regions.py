@@ -128,6 +128,9 @@ class Regions(Pools):
         rows: set[int], whole: bool,
     ) -> None:  # fmt: skip
         """The rows of a round, kFlight at a time."""
+        for b in () if self.jagged else pools:
+            dtype, e = TYPES[self.cls.regs[b.args[2]].dtype], TYPES[self.u.dtypes[b.args[5]]]
+            self.put(f"Flying<{dtype}, {e}, kVec> x{b.args[2]}[kFlight]{{}};")
         self.put("#pragma unroll 1")
         self.put("for (int g = 0; g < kOwn * kShare; g += kFlight) {")
         self.depth += 1
@@ -144,7 +147,7 @@ class Regions(Pools):
             )
         for r in sorted(rows):
             self.put(f"{self.type_of(r)} r{r}[kFlight];")
-        for b in pools:
+        for b in pools if self.jagged else ():
             dtype = TYPES[self.cls.regs[b.args[2]].dtype]
             self.put(f"Row<{dtype}, kVec> x{b.args[2]}[kFlight];")
         self.in_flight = numbers | rows
@@ -159,9 +162,13 @@ class Regions(Pools):
             line = "true" if self.by_lines(b) else "false"
             k = self.reg(b.args[3])
             dtype = TYPES[self.cls.regs[b.args[2]].dtype]
-            self.put(
-                f"if ({k} >= 0) x{b.args[2]}[u] = fetch<{dtype}, kVec, {line}>(mine{b.args[2]}, {k}, {stride});"
+            x, of = f"x{b.args[2]}[u]", f"mine{b.args[2]}, {k}, {stride}"
+            read = (
+                f"{x} = fetch<{dtype}, kVec, {line}>({of})"
+                if self.jagged
+                else f"fetch<{line}>({x}, {of})"
             )
+            self.put(f"if ({k} >= 0) {read};")
         self.depth -= 1
         self.put("}")
         self.put("#pragma unroll")
@@ -332,6 +339,14 @@ class Regions(Pools):
         self.put(
             f"struct Read {{ {' '.join(f'{self.type_of(b.args[0])} r{b.args[0]};' for b in loads)} }};"
         )
+        outer = 0 if self.jagged else len(self.cls.outer)
+        for b in loads:
+            # Where a bag's numbers begin: kept, or the compiler multiplies anew for each position.
+            _, buffer, offset, _, *strides = b.args
+            at = self.dot(offset, strides[:outer], self.bag_axes[:outer])
+            if outer and at != "0":
+                self.put(f"const auto* const from{b.args[0]} = kept({self.buffer(buffer)} + {at});")
+                self.begun.add(b.args[0])
         self.put("const auto read = [&](i32 at_q) -> Read {")
         self.depth += 1
         staged = [b for b in loads if self.stageable(region, b)]
@@ -346,6 +361,7 @@ class Regions(Pools):
         self.put("return found;")
         self.depth -= 1
         self.put("};")
+        self.begun = set()
 
     def lambda_of(self, region: Instr, register: int, name: str) -> None:
         """A function of the position that computes a number of the region's body."""

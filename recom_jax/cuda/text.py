@@ -80,6 +80,7 @@ class Text:
         self.used: set[int] = set()  # slots read from the column's words
         self.in_flight: set[int] = set()  # registers that hold a value for each position in flight
         self.position = ""  # "q" inside a region
+        self.begun: set[int] = set()  # numbers whose bag's first one has an address of its own
         self.late = False  # words are read again where they are used, to hold no register meanwhile
         self.jagged = False
         self.inner = 0  # axes of the region's positions
@@ -250,6 +251,9 @@ class Text:
     def load(self, i: Instr) -> str:
         dst, buffer, offset, _, *strides = i.args
         data = self.buffer(buffer)
+        if dst in self.begun:
+            outer = len(self.cls.outer)
+            return f"load_one(from{dst} + {self.dot(None, strides[outer:], self.axes()[outer:])})"
         if not self.is_row(dst):
             return f"load_one({data} + {self.dot(offset, strides, self.axes())})"
         e = TYPES[self.u.dtypes[buffer]]

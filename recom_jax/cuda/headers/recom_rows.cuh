@@ -180,6 +180,46 @@ RECOM_FN Row<T, N> fetch(const E* mine, I index, S row_stride) {
   }
 }
 
+// A lane's share of a row on its way, to be added as T. Narrow elements stay as they lie in memory, packed, until then.
+//
+// What holds it is written before the loop over flights, for the compiler's sake: rows that don't exist are not read, so a
+// flight writes part of its registers only, and all of them would hold something all the time, from bag to bag.
+template <class T, class E, int N>
+struct Flying {
+  static constexpr int kBytes = static_cast<int>(sizeof(E)) * N;
+  static constexpr bool kPacked = sizeof(E) < sizeof(T) && kBytes % 4 == 0;
+  typename If<kPacked, Row<u32, kPacked ? kBytes / 4 : 1>, Row<T, N>>::type held;
+
+  RECOM_FN Row<T, N> row() const {
+    if constexpr (kPacked) {
+      Row<E, N> r;
+      memcpy(&r, &held, kBytes);
+      return x_convert<T>(r);
+    } else {
+      return held;
+    }
+  }
+};
+template <bool kLine, class E, int N>
+RECOM_FN Row<E, N> load_share(const E* at) {
+  if constexpr (kLine) {
+    return load_line<E, N>(at);
+  } else {
+    return load_vector<E, N>(at);
+  }
+}
+// Reads a row that exists, as `fetch` above does.
+template <bool kLine, class T, class E, int N, class I, class S>
+RECOM_FN void fetch(Flying<T, E, N>& x, const E* mine, I index, S row_stride) {
+  const S bytes = row_stride * static_cast<S>(sizeof(E));
+  const u8* const at = reinterpret_cast<const u8*>(mine) + static_cast<i64>(index) * bytes;
+  if constexpr (Flying<T, E, N>::kPacked) {
+    x.held = load_share<kLine, u32, Flying<T, E, N>::kBytes / 4>(reinterpret_cast<const u32*>(at));
+  } else {
+    x.held = x_convert<T>(load_share<kLine, E, N>(reinterpret_cast<const E*>(at)));
+  }
+}
+
 // Stores a number or a row; a 16-bit result rounds to nearest even.
 template <class E, class T>
 RECOM_FN void store(E* at, const T& value) {

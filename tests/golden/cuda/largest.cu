@@ -7,19 +7,20 @@ namespace recom_cuda {
 template <int kVec>
 __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kRegion, 24, kVec);
-  const int kSlices = t.slices;
+  const int kSlices = kept_number(t.slices);
   constexpr int kShare = kLanes;
   const Worker me(p, t, kLanes, kSlices, 20);
   const Team<kShare> team(me, kSlices);
+  constexpr bool kOnce = kLanes * kVec >= 24;
   const i64 s2 = me.word(3);
   const i64 s3 = me.word(4);
   const i32* const b5 = source<i32>(p, me.word(6));
   const f16* const b10 = source<f16>(p, me.word(11));
-  auto* const out = kept(target<f16>(p, me.word(19)));
+  auto* const out = kept(!kOnce || (me.slice == 0 && me.lane * kVec < 24) ? target<f16>(p, me.word(19)) + (kOnce ? me.lane * kVec : 0) : nullptr);
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
   for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
     const bool on = at + me.first < bags;
-    const i32 bag = on ? at + me.first : bags - 1;
+    const i32 bag = at + me.first < bags - 1 ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 24; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 24;
@@ -31,10 +32,11 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
         const i32 end = span.end;
         struct Read { i32 r1; };
+        const auto* const from1 = kept(b5 + i64{bag} * s3);
         const auto read = [&](i32 at_q) -> Read {
           const i32 q = at_q < end ? at_q : 0;
           Read found;
-          found.r1 = load_one(b5 + i64{bag} * s3 + q);
+          found.r1 = load_one(from1 + q);
           return found;
         };
         struct Position {
@@ -64,25 +66,25 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
           #pragma unroll
           for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
+          Flying<f32, f16, kVec> x0[kFlight]{};
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r7[kFlight];
             share_flight<kFlight>(team, r7, g, [&](int i) { return now[i].r7; });
-            Row<f32, kVec> x0[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r7[u] >= 0) x0[u] = fetch<f32, kVec, false>(mine0, r7[u], 24);
+              if (r7[u] >= 0) fetch<false>(x0[u], mine0, r7[u], 24);
             }
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r7[u] >= 0) r0 = combine<kMax>(r0, x0[u]);
+              if (r7[u] >= 0) r0 = combine<kMax>(r0, x0[u].row());
             }
           }
         }
         join_rows<kMax, kLanes>(r0, kSlices, me.thread);
       }
-      if (has && me.slice == 0) store(out + i64{bag} * 24 + f, r0);
+      if (kOnce ? on && out != nullptr : has && me.slice == 0) store(out + i64{bag} * 24 + (kOnce ? 0 : f), r0);
     }
   }
 }
@@ -91,19 +93,20 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
 template <int kVec>
 __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kRegion, 24, kVec);
-  const int kSlices = t.slices;
+  const int kSlices = kept_number(t.slices);
   constexpr int kShare = kLanes;
   const Worker me(p, t, kLanes, kSlices, 20);
   const Team<kShare> team(me, kSlices);
+  constexpr bool kOnce = kLanes * kVec >= 24;
   const i64 s2 = me.word(3);
   const i64 s3 = me.word(4);
   const i32* const b5 = source<i32>(p, me.word(6));
   const f16* const b10 = source<f16>(p, me.word(11));
-  auto* const out = kept(target<f16>(p, me.word(19)));
+  auto* const out = kept(!kOnce || (me.slice == 0 && me.lane * kVec < 24) ? target<f16>(p, me.word(19)) + (kOnce ? me.lane * kVec : 0) : nullptr);
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
   for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
     const bool on = at + me.first < bags;
-    const i32 bag = on ? at + me.first : bags - 1;
+    const i32 bag = at + me.first < bags - 1 ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 24; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 24;
@@ -115,10 +118,11 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
         const i32 end = span.end;
         struct Read { i32 r1; };
+        const auto* const from1 = kept(b5 + i64{bag} * s3);
         const auto read = [&](i32 at_q) -> Read {
           const i32 q = at_q < end ? at_q : 0;
           Read found;
-          found.r1 = load_one(b5 + i64{bag} * s3 + q);
+          found.r1 = load_one(from1 + q);
           return found;
         };
         struct Position {
@@ -148,25 +152,25 @@ __device__ __forceinline__ void class_1(const Params& p, const Tile& t) {
           for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
           #pragma unroll
           for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
+          Flying<f32, f16, kVec> x0[kFlight]{};
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r7[kFlight];
             share_flight<kFlight>(team, r7, g, [&](int i) { return now[i].r7; });
-            Row<f32, kVec> x0[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r7[u] >= 0) x0[u] = fetch<f32, kVec, false>(mine0, r7[u], 24);
+              if (r7[u] >= 0) fetch<false>(x0[u], mine0, r7[u], 24);
             }
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r7[u] >= 0) r0 = combine<kMin>(r0, x0[u]);
+              if (r7[u] >= 0) r0 = combine<kMin>(r0, x0[u].row());
             }
           }
         }
         join_rows<kMin, kLanes>(r0, kSlices, me.thread);
       }
-      if (has && me.slice == 0) store(out + i64{bag} * 24 + f, r0);
+      if (kOnce ? on && out != nullptr : has && me.slice == 0) store(out + i64{bag} * 24 + (kOnce ? 0 : f), r0);
     }
   }
 }

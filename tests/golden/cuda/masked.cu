@@ -7,19 +7,20 @@ namespace recom_cuda {
 template <int kVec>
 __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kRegion, 8, kVec);
-  const int kSlices = t.slices;
+  const int kSlices = kept_number(t.slices);
   constexpr int kShare = kLanes;
   const Worker me(p, t, kLanes, kSlices, 22);
   const Team<kShare> team(me, kSlices);
+  constexpr bool kOnce = kLanes * kVec >= 8;
   const i64 s2 = me.word(3);
   const i64 s3 = me.word(4);
   const i32* const b5 = source<i32>(p, me.word(6));
   const f32* const b10 = source<f32>(p, me.word(11));
-  auto* const out = kept(target<f32>(p, me.word(21)));
+  auto* const out = kept(!kOnce || (me.slice == 0 && me.lane * kVec < 8) ? target<f32>(p, me.word(21)) + (kOnce ? me.lane * kVec : 0) : nullptr);
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
   for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
     const bool on = at + me.first < bags;
-    const i32 bag = on ? at + me.first : bags - 1;
+    const i32 bag = at + me.first < bags - 1 ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 8;
@@ -32,10 +33,11 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
         const i32 end = span.end;
         struct Read { i32 r1; };
+        const auto* const from1 = kept(b5 + i64{bag} * s3);
         const auto read = [&](i32 at_q) -> Read {
           const i32 q = at_q < end ? at_q : 0;
           Read found;
-          found.r1 = load_one(b5 + i64{bag} * s3 + q);
+          found.r1 = load_one(from1 + q);
           return found;
         };
         struct Position {
@@ -69,19 +71,19 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r8, now[i].r9);
+          Flying<f32, f32, kVec> x0[kFlight]{};
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r7[kFlight];
             share_flight<kFlight>(team, r7, g, [&](int i) { return now[i].r7; });
-            Row<f32, kVec> x0[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r7[u] >= 0) x0[u] = fetch<f32, kVec, false>(mine0, r7[u], 8);
+              if (r7[u] >= 0) fetch<false>(x0[u], mine0, r7[u], 8);
             }
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r7[u] >= 0) r0 = combine<kSum>(r0, x0[u]);
+              if (r7[u] >= 0) r0 = combine<kSum>(r0, x0[u].row());
             }
           }
         }
@@ -92,7 +94,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       const i32 r11 = x_max(r8, r10);
       const f32 r12 = x_convert<f32>(r11);
       const Row<f32, kVec> r13 = x_div(r0, r12);
-      if (has && me.slice == 0) store(out + i64{bag} * 12 + f, r13);
+      if (kOnce ? on && out != nullptr : has && me.slice == 0) store(out + i64{bag} * 12 + (kOnce ? 0 : f), r13);
     }
   }
 }

@@ -7,21 +7,22 @@ namespace recom_cuda {
 template <int kVec>
 __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kRegion, 32, kVec);
-  const int kSlices = t.slices;
+  const int kSlices = kept_number(t.slices);
   constexpr int kShare = kLanes;
   const Worker me(p, t, kLanes, kSlices, 25);
   const Team<kShare> team(me, kSlices);
+  constexpr bool kOnce = kLanes * kVec >= 32;
   const i64 s2 = me.word(3);
   const i64 s3 = me.word(4);
   const i32* const b5 = source<i32>(p, me.word(6));
   const f32* const b9 = source<f32>(p, me.word(10));
   const i64 s12 = me.word(13);
   const f32* const b14 = source<f32>(p, me.word(15));
-  auto* const out = kept(target<f32>(p, me.word(24)));
+  auto* const out = kept(!kOnce || (me.slice == 0 && me.lane * kVec < 32) ? target<f32>(p, me.word(24)) + (kOnce ? me.lane * kVec : 0) : nullptr);
   const i32 bags = static_cast<i32>(t.bag0) + t.bags;
   for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
     const bool on = at + me.first < bags;
-    const i32 bag = on ? at + me.first : bags - 1;
+    const i32 bag = at + me.first < bags - 1 ? at + me.first : bags - 1;
     for (i32 chunk = 0; chunk < 32; chunk += kLanes * kVec) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 32;
@@ -34,11 +35,13 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
         constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
         const i32 end = span.end;
         struct Read { i32 r1; f32 r6; };
+        const auto* const from1 = kept(b5 + i64{bag} * s3);
+        const auto* const from6 = kept(b14 + i64{bag} * s12);
         const auto read = [&](i32 at_q) -> Read {
           const i32 q = at_q < end ? at_q : 0;
           Read found;
-          found.r1 = load_one(b5 + i64{bag} * s3 + q);
-          found.r6 = load_one(b14 + i64{bag} * s12 + q);
+          found.r1 = load_one(from1 + q);
+          found.r6 = load_one(from6 + q);
           return found;
         };
         struct Position {
@@ -72,6 +75,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r7, now[i].r8);
+          Flying<f32, f32, kVec> x0[kFlight]{};
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
@@ -79,14 +83,13 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             share_flight<kFlight>(team, r5, g, [&](int i) { return now[i].r5; });
             f32 r6[kFlight];
             share_flight<kFlight>(team, r6, g, [&](int i) { return now[i].r6; });
-            Row<f32, kVec> x0[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r5[u] >= 0) x0[u] = fetch<f32, kVec, false>(mine0, r5[u], 32);
+              if (r5[u] >= 0) fetch<false>(x0[u], mine0, r5[u], 32);
             }
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
-              if (r5[u] >= 0) r0 = combine<kSum>(r0, x_mul(x0[u], r6[u]));
+              if (r5[u] >= 0) r0 = combine<kSum>(r0, x_mul(x0[u].row(), r6[u]));
             }
           }
         }
@@ -98,7 +101,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
       const f32 r11 = x_convert<f32>(r10);
       const f32 r12 = x_sqrt(r11);
       const Row<f32, kVec> r13 = x_div(r0, r12);
-      if (has && me.slice == 0) store(out + i64{bag} * 32 + f, r13);
+      if (kOnce ? on && out != nullptr : has && me.slice == 0) store(out + i64{bag} * 32 + (kOnce ? 0 : f), r13);
     }
   }
 }
