@@ -92,8 +92,8 @@ class Body(Runs):
             where = f"{place}{at}"
             if self.once:
                 head.append(f"  constexpr bool kOnce = kLanes * kVec >= {u.width};")
-                stores = f"!kOnce || (me.slice == 0 && me.lane * kVec < {u.width})"
-                where = f"{stores} ? {where} + (kOnce ? me.lane * kVec : 0) : nullptr"
+                some = f"!kOnce || (me.slice == 0 && me.lane * kVec < {u.width})"
+                where = f"{some} ? {where} + (kOnce ? me.lane * kVec : 0) : nullptr"
             before = [f"  auto* const out = kept({where});", *before]
         for s in sorted(self.used):
             kind = self.cls.slots[s]
