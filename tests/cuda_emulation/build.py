@@ -25,7 +25,11 @@ POINTED = 7  # addresses that one launch adds to a table
 POINTERS = 256  # buffers of a launch; each thread has its own copy of a kernel's parameters
 GUARD = 512  # bytes between buffers
 
-COMMON = ("-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off")
+# No unique symbols: shared memory of an inline function would be that of the first kernel loaded, of another size.
+COMMON = (
+    *("-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off"),
+    "-fno-gnu-unique",
+)
 # kernel-address: each access calls a function that memory.cc defines. The rest of the instrumentation is turned
 # off: what a fiber's stack holds is not the call's. Uninitialized arrays hold garbage.
 KERNEL = (
