@@ -27,7 +27,7 @@ RECOM_FN T warp_sum(T x) {
 // it.
 template <class T>
 RECOM_FN bool sum_block(T& first, T& last, bool ok) {
-  __shared__ T sums[2 * (kThreads / 32)];
+  __shared__ __align__(16) T sums[2 * (kThreads / 32)];  // a vector of them holds nothing else
   const T a = warp_sum(first), b = warp_sum(last);
   __syncthreads();  // nobody reads what an earlier call left there
   if (threadIdx.x % 32 == 0) {
