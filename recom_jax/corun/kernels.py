@@ -82,7 +82,7 @@ class PrepKernels:
 
         In the order of their first rows: units lie side by side in a row of the result, often a few bytes each, and
         what is written at about the same time goes to memory as a whole. Units of the same rows begin with another one
-        each time: blocks take every so manieth tile, and none of them shall get one unit's alone.
+        each time: a block takes tiles at equal distances, and none shall get those of one unit alone.
         """
         made: list[np.ndarray[Any, Any]] = []
         rows: list[np.ndarray[Any, Any]] = []

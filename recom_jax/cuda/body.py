@@ -49,9 +49,8 @@ class Body(Runs):
             lanes = f"constexpr int kLanes = lanes_for({_FORMS[u.form]}, {u.width}, kVec);"
         share = "1" if u.width is None or self.any_order else "kLanes"
         slices = "const int kSlices = t.slices;"
-        if (
-            u.form == REGION
-        ):  # kept, or the compiler keeps the tile's two bytes as well as what it makes of them
+        if u.form == REGION:
+            # Kept, or the compiler keeps the tile's two bytes as well as what it makes of them.
             slices = "const int kSlices = kept_number(t.slices);"
         name = f"class_{self.number}"
         head = [
