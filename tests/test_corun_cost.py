@@ -22,7 +22,7 @@ from recom_jax.corun.plan import Choice, Measured, PrepOp, Stage
 from recom_jax.corun.planner import plan_for_kernels
 from recom_jax.corun.search import chosen, lost_us, search
 from recom_jax.corun.stream import Times
-from recom_jax.corun.units import every_row, kernel_us, load_of, unit_ops
+from recom_jax.corun.units import every_row, kernel_us, load_of, ragged_mb, unit_ops
 
 pytestmark = pytest.mark.once
 
@@ -192,6 +192,67 @@ def test_random_parts_tell_the_excess() -> None:
     device, same = alone.fitted(k, took, 1, fits)
     assert same == classes
     assert device.excess(8) == pytest.approx(1.0) and device.excess(2) == pytest.approx(1.2)
+
+
+def side_by_side(rows: int) -> kernels.PrepKernels:
+    """A result of `rows` times 4 columns of 8 bytes each, another of single bytes."""
+    raw = {"n": np.zeros((rows, 4), np.int32), "b": np.zeros(rows, np.int8)}
+
+    def prep(r: Any) -> Any:
+        pairs = [jnp.stack([r["n"][:, k], r["n"][:, k] + k], 1) for k in range(4)]
+        return {"ids": jnp.concatenate(pairs, 1), "odd": r["b"] + 1}
+
+    return kernels.compile_prep(prep, raw)
+
+
+@given(st.sets(st.integers(0, 4)), st.sampled_from((32, 64, 96)))
+def test_sectors_written_in_part(chosen: set[int], rows: int) -> None:
+    """Counted one by one."""
+    k = side_by_side(rows)
+    names = [u for u, _ in enumerate(k.units)]
+    assert len(names) >= 5
+    written = np.zeros(k.out_bytes, bool)
+    for u in chosen:
+        unit = k.units[u]
+        for row in range(unit.rows):
+            for cell in unit.cells:
+                at = row * unit.pitch + cell
+                assert not written[at : at + unit.itemsize].any()  # no two units write one byte
+                written[at : at + unit.itemsize] = True
+    sectors = np.pad(written, (0, -len(written) % 32)).reshape(-1, 32).sum(1)
+    wanted = 32 * int(((sectors > 0) & (sectors < 32)).sum())
+    assert ragged_mb(k, every_row(sorted(chosen))) == pytest.approx(wanted / 1e6)
+
+
+def test_units_that_fill_sectors_together() -> None:
+    k = side_by_side(64)
+    every = tuple(range(len(k.units)))
+    assert ragged_mb(k, every_row(every)) == 0.0
+    ids = [u for u in every if k.units[u].pitch == 32]
+    half = [(u, 0.0, 0.5) for u in ids]
+    assert ragged_mb(k, tuple(half)) == 0.0  # whole sectors of half of the rows
+    late = [(u, 0.0, 0.5 if u == ids[0] else 1.0) for u in ids]
+    assert ragged_mb(k, tuple(late)) == pytest.approx(
+        32 * 32 / 1e6
+    )  # the other half lacks one unit
+
+
+def test_random_parts_tell_what_partial_sectors_cost() -> None:
+    k = side_by_side(65536)
+    took = {"share 1.0": 40.0}
+    for c in {u.cls for u in k.units}:
+        took |= {f"tile {c}": 2.0, f"few {c}": 300.0, f"class {c}": 30.0}
+    bare, classes = alone.fitted(k, took, 4)
+    fits = [(units, 1.0) for units in ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))]
+    costs = {c.cls: c for c in classes}
+    for n, (units, share) in enumerate(fits):
+        true = dataclasses.replace(bare, ragged_us=1.5)
+        took[f"fit {n}"] = kernel_us(k, costs, true, every_row(units), share)
+    device, _ = alone.fitted(k, took, 4, fits)
+    assert device.ragged_us == pytest.approx(1.5) and device.filled[0][1] == pytest.approx(1.0)
+    for n, (units, share) in enumerate(fits):  # without such a cost, none is found
+        took[f"fit {n}"] = kernel_us(k, costs, bare, every_row(units), share)
+    assert alone.fitted(k, took, 4, fits)[0].ragged_us == 0.0
 
 
 def test_what_kernels_cost_is_the_median_of_pairs() -> None:

@@ -18,7 +18,10 @@ from recom_jax.corun.units import every_row, load_of
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 FEW = SHARES[-1]  # a share with which a processor has a block at most
 PARTS = 48  # that nothing is fitted to
-FITS = 3  # for each share
+FITS = 6  # for each share
+RAGGED = tuple(
+    k / 10 for k in range(31)
+)  # `Device.ragged_us`: ten times what memory takes, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,27 +97,39 @@ def fitted(
     together = rest_of(took[f"share {SHARES[0]}"] - launch, load.busiest_us)
     by = min(1.0, together / total) if total > 0 else 1.0
     costs = tuple(dataclasses.replace(m, full_us=m.full_us * by) for m in made)
-    return dataclasses.replace(device, filled=_excess(kernels, took, device, costs, fits)), costs
+    return _to_random_parts(kernels, took, device, costs, fits), costs
 
 
-def _excess(
+def _to_random_parts(
     kernels: PrepKernels,
     took: dict[str, float],
     device: Device,
     costs: Sequence[ClassCost],
     fits: Sequence[Part],
-) -> tuple[tuple[float, float], ...]:
-    """`Device.filled`: medians, by blocks a processor, of what kernels took for what the bounds say."""
-    found: dict[int, list[float]] = {}
+) -> Device:
+    """The constants that only kernels of several classes tell: `Device.ragged_us` and `Device.filled`.
+
+    For each candidate of the first the second is what is left of what kernels took: medians, by blocks a processor. The
+    candidate is taken with which kernels of as many blocks agree best.
+    """
     known = {c.cls: c for c in costs}
-    for k, (units, share) in enumerate(fits):
-        load = load_of(kernels, known, device, every_row(units), share)
-        took_us = took[f"fit {k}"] - device.launch_us
-        said_us = device.loaded_us(load) - device.launch_us
-        if said_us > load.longest_us and took_us > 0:  # a single tile's time is what it is
-            near = round(2 * math.log2(load.blocks / device.processors))  # to within a fifth
-            found.setdefault(near, []).append(took_us / said_us)
-    return tuple((2 ** (n / 2), statistics.median(found[n])) for n in sorted(found))
+    loads = [load_of(kernels, known, device, every_row(units), share) for units, share in fits]
+
+    def with_(ragged_us: float) -> tuple[float, Device]:
+        made = dataclasses.replace(device, ragged_us=ragged_us)
+        found: dict[int, list[float]] = {}
+        for k, load in enumerate(loads):
+            took_us = took[f"fit {k}"] - device.launch_us
+            said_us = made.loaded_us(load) - device.launch_us
+            if said_us > load.longest_us and took_us > 0:  # a single tile's time is what it is
+                near = round(2 * math.log2(load.blocks / device.processors))  # to within a fifth
+                found.setdefault(near, []).append(took_us / said_us)
+        middle = {n: statistics.median(x) for n, x in found.items()}
+        spread = sum(abs(math.log(x / middle[n])) for n, xs in found.items() for x in xs)
+        filled = tuple((2 ** (n / 2), middle[n]) for n in sorted(found))
+        return spread, dataclasses.replace(made, filled=filled)
+
+    return min((with_(us) for us in RAGGED), key=lambda x: x[0])[1]
 
 
 def full_tiles(kernels: PrepKernels, cls: int) -> float:

@@ -70,12 +70,14 @@ class Load:
     Attributes:
       blocks: that share the tiles, each taking every so manieth; busiest_us: of the block that has most to do.
       alone_us: of all tiles on a whole device; longest_us: of the slowest tile.
+      ragged_mb: megabytes of the 32-byte sectors of results that the kernel writes in part.
     """
 
     blocks: int
     busiest_us: float
     alone_us: float
     longest_us: float
+    ragged_mb: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +91,15 @@ class Device:
       processors: of the device; 0 where tiles are not known.
       filled: (blocks a processor, how many times as long a kernel takes there as its two bounds say), ascending: what
         was measured between few blocks and as many as a processor holds. Empty: 1 everywhere.
+      ragged_us: what a megabyte of sectors that are written in part costs a whole device. Results that stay in its
+        cache until others write the rest cost nothing; those that leave it are read again and written twice.
     """
 
     launch_us: float = 3.0
     bandwidth_gain: float = 4.0
     processors: int = 0
     filled: tuple[tuple[float, float], ...] = ()
+    ragged_us: float = 0.0
 
     def blocks(self, share: float) -> int:
         """Blocks of a kernel with this share, if it has as many tiles."""
@@ -122,7 +127,8 @@ class Device:
     def loaded_us(self, load: Load) -> float:
         """Time of a kernel."""
         spread = max(1.0, self.processors / load.blocks)  # fewer than processors leave some idle
-        bounds = both(load.busiest_us, load.alone_us * spread) * self.excess(load.blocks)
+        done_us = (load.alone_us + self.ragged_us * load.ragged_mb) * spread
+        bounds = both(load.busiest_us, done_us) * self.excess(load.blocks)
         return self.launch_us + max(load.longest_us, bounds)
 
     def fits(self, work: Work, load: Work, share: float, us: float) -> float:

@@ -20,6 +20,7 @@ from recom_jax.corun.rules import Leaf, pulled
 from recom_jax.corun.symbols import Number, Unsupported, Writer, canonical, filled, type_of
 
 TILE = 1024  # elements: four for each thread of a block
+SECTOR = 32  # bytes: what a device's cache and memory exchange at least
 _GOLDEN = 0.6180339887498949  # multiples of it, without their whole parts, lie far apart
 
 TILE_TYPE = np.dtype(
@@ -36,6 +37,7 @@ class Unit:
       rows: its first axis; inner: elements in a row of it.
       cls: number of its code; words: where its numbers begin.
       operations: of an element, counted in the text; nbytes: read and written for an element.
+      cells: where a row's elements go in the results, in bytes; itemsize: of each; pitch: bytes from row to row.
     """
 
     name: str
@@ -46,6 +48,9 @@ class Unit:
     words: int
     operations: float
     nbytes: float
+    cells: tuple[int, ...] = ()
+    itemsize: int = 1
+    pitch: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +210,14 @@ def parts(result: pull.SymArray) -> list[Part]:
     return found
 
 
+def _cells(part: Part) -> list[int]:
+    """Where a row's elements go, in elements from the part's first."""
+    at = [0]
+    for n, stride in zip(part.array.shape[1:], part.strides[1:], strict=True):
+        at = [a + k * stride for a in at for k in range(n)]
+    return at
+
+
 @dataclasses.dataclass(frozen=True)
 class _Draft:
     text: str
@@ -242,6 +255,9 @@ def _draft(part: Part, name: str, result: Result, constants: dict[bytes, int]) -
         0,
         w.operations,
         w.bytes_read + x.dtype.itemsize,
+        tuple(result.offset + x.dtype.itemsize * (part.offset + at) for at in _cells(part)),
+        x.dtype.itemsize,
+        x.dtype.itemsize * part.strides[0] if x.shape else 0,
     )
     return _Draft(text, numbers, unit)
 

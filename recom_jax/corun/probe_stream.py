@@ -313,7 +313,7 @@ class Prober:
         closed = flatten(jax.make_jaxpr(inner)(state, batch), keep_fused=True)
         self.names = [part.name for part in cut(closed) if part.name != REST]
         donated = donated_inputs(step, state, batch)
-        own = key_of("probe 9", kernels.source, kernels.words)
+        own = key_of("probe 10", kernels.source, kernels.words)
         self.key = key_of_step(closed, donated, 0) + own
         self.cache = Cache.of(CompilerOptions())
         self.values, self._like = values, state

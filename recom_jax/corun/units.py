@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -11,7 +13,7 @@ import numpy as np
 
 from recom_jax.corun.cost import Device, Load
 from recom_jax.corun.graph import BYTES_PER_US, OPS_PER_US
-from recom_jax.corun.kernels import TILE, PrepKernels
+from recom_jax.corun.kernels import SECTOR, TILE, PrepKernels, Unit
 from recom_jax.corun.plan import AFTER, Plan, PrepOp
 from recom_jax.corun.runtime import PLAN, Launch, Schedule
 
@@ -80,7 +82,35 @@ def load_of(
         for name in ("turn_us", "full_us", "alone_us")
     )
     busiest = np.bincount(np.arange(len(tiles)) % blocks, turn * part).max()
-    return Load(blocks, float(busiest), float((full * part).sum()), float(alone.max()))
+    done = float((full * part).sum())
+    return Load(blocks, float(busiest), done, float(alone.max()), ragged_mb(kernels, pieces))
+
+
+def ragged_mb(kernels: PrepKernels, pieces: Pieces) -> float:
+    """Megabytes of the sectors of results that a kernel of these pieces writes in part."""
+    total = 0.0
+    cuts = sorted({0.0, 1.0, *(x for _, low, high in pieces for x in (low, high))})
+    for low, high in itertools.pairwise(cuts):  # rows that the same units write
+        mine = [k for k, a, b in pieces if a <= low and high <= b]
+        total += (high - low) * _ragged_bytes([kernels.units[k] for k in mine])
+    return total / 1e6
+
+
+def _ragged_bytes(units: Sequence[Unit]) -> float:
+    """Bytes of the sectors that these units write in part, were every row theirs."""
+    found = 0.0
+    for rows, pitch in {
+        (u.rows, u.pitch) for u in units
+    }:  # of one result, or of such as are laid out alike
+        cells = [(u.cells, u.itemsize) for u in units if (u.rows, u.pitch) == (rows, pitch)]
+        at = np.concatenate([np.add.outer(c, np.arange(n)).ravel() for c, n in cells])
+        period = (
+            SECTOR // math.gcd(SECTOR, pitch) if pitch else 1
+        )  # rows, after which sectors begin alike
+        every = np.add.outer(pitch * np.arange(period), at).ravel() // SECTOR
+        _, written = np.unique(every, return_counts=True)
+        found += SECTOR * float((written < SECTOR).sum()) * rows / period
+    return found
 
 
 def kernel_us(
