@@ -3,6 +3,9 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
+#include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -12,6 +15,7 @@
 #include "cuda_driver.h"
 #include "cuda_nvrtc.h"
 #include "cuda_plan.h"
+#include "cuda_stage.h"
 #include "cuda_time.h"
 #include "program.h"
 
@@ -89,6 +93,31 @@ py::dict cuda_info() {
   return out;
 }
 
+// Results lie one behind the other, as Delivery::Copy puts them.
+void take(Delivery& from, const std::vector<py::array>& arrays) {
+  struct Piece {
+    void* to;
+    int64_t at, size;
+  };
+  std::vector<Piece> pieces;
+  int64_t end = 0;
+  for (py::array array : arrays) {
+    if ((array.flags() & py::array::c_style) == 0) throw py::value_error("take: a strided array");
+    const int64_t at = (end + Delivery::kAlign - 1) / Delivery::kAlign * Delivery::kAlign;
+    pieces.push_back({array.mutable_data(), at, static_cast<int64_t>(array.nbytes())});
+    end = at + pieces.back().size;
+  }
+  if (end != from.nbytes() || !from.copied())
+    throw py::value_error("take: arrays of " + std::to_string(end) + " bytes, results of " +
+                          std::to_string(from.nbytes()));
+  constexpr int64_t kLong = int64_t{256} << 10;  // bytes; less is copied in a few microseconds
+  std::optional<py::gil_scoped_release> release;
+  if (end >= kLong) release.emplace();
+  for (const Piece& p : pieces)
+    if (p.size > 0) std::memcpy(p.to, from.data() + p.at, static_cast<size_t>(p.size));
+  from.Cancel();  // later calls' results are not wanted
+}
+
 py::tuple nvrtc_compile(const std::vector<std::string>& paths, std::string text, std::string name,
                         std::vector<std::pair<std::string, std::string>> headers,
                         std::vector<std::string> options, bool cubin) {
@@ -122,6 +151,21 @@ void bind_cuda(py::module_& m) {
         py::arg("device"), py::arg("calls"), py::arg("repeats"), py::arg("flush_bytes"),
         py::arg("shared_percent") = -1,
         "Milliseconds per call of (tiles, words, addresses) launches, by device events.");
+  py::class_<Delivery, std::shared_ptr<Delivery>>(m, "Delivery", "A call's results on the host.")
+      .def("begin", &Delivery::Begin, py::arg("nbytes"), py::arg("ordinal"),
+           "For a new call, whose results take that many bytes.")
+      .def("wait", &Delivery::Wait, py::arg("us"), py::arg("spin_us"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Whether the results are there, after so many microseconds at most.")
+      .def("cancel", &Delivery::Cancel, "The call shall deliver nothing, if it comes to that.")
+      .def_property_readonly("copied", &Delivery::copied, "Whether the call has come to its end.")
+      .def("take", &take, py::arg("arrays"), "Copies the results into writable arrays.");
+  m.def(
+      "delivery",
+      [](uintptr_t token, int64_t nbytes) {
+        return stage_source(reinterpret_cast<const void*>(token), nbytes).delivery;
+      },
+      py::arg("token"), py::arg("nbytes"), "What a call with this token delivers to.");
   m.def("cuda_info", &cuda_info, "Driver, devices, and what is missing if there are none.");
   m.def("nvrtc_compile", &nvrtc_compile, py::arg("paths"), py::arg("text"), py::arg("name"),
         py::arg("headers"), py::arg("options"), py::arg("cubin"), "(image, log), or RuntimeError.");

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "cuda_driver.h"
+#include "deliver.h"
 #include "stage_upload.h"
 
 namespace recom {
@@ -51,6 +52,7 @@ struct StageSource {
   const void* owner = nullptr;  // the ring
   std::shared_ptr<StageFeed> feed;
   std::shared_ptr<Upload> upload;  // null: the call copies the slot itself
+  std::shared_ptr<Delivery> delivery = std::make_shared<Delivery>();
 };
 
 // A later entry at the same address replaces an older one: the older token is gone then.

@@ -16,6 +16,9 @@ void* cuda_alone_handler();
 // Staging (cuda_stage.h), and what stands for it without a GPU.
 void* stage_on_host_handler();
 void* stage_on_cuda_handler();
+// Results to the host (deliver.h).
+void* deliver_on_host_handler();
+void* deliver_on_cuda_handler();
 // Co-running (corun_runtime.h), and its simulation without a GPU.
 void* corun_stream_handler(bool cuda);
 void* corun_take_handler(bool cuda);

@@ -234,6 +234,7 @@ py::dict handlers() {
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
   d["recom_row_sums_v1"] = py::capsule(row_sums_v1_handler());
   d["recom_stage_v2"] = py::capsule(stage_on_host_handler());
+  d["recom_deliver_v1"] = py::capsule(deliver_on_host_handler());
   d["recom_corun_stream_v1"] = py::capsule(corun_stream_handler(false));
   d["recom_corun_take_v1"] = py::capsule(corun_take_handler(false));
   d["recom_corun_event_v1"] = py::capsule(corun_event_handler(false));
@@ -249,6 +250,7 @@ py::dict cuda_handlers() {
   d["recom_fused_v1"] = stages;
   d["recom_empty_v1"] = py::capsule(empty_v1_handler());
   d["recom_stage_v2"] = py::capsule(stage_on_cuda_handler());
+  d["recom_deliver_v1"] = py::capsule(deliver_on_cuda_handler());
   d["recom_fused_alone_v1"] = py::capsule(cuda_alone_handler());
   d["recom_corun_stream_v1"] = py::capsule(corun_stream_handler(true));
   d["recom_corun_take_v1"] = py::capsule(corun_take_handler(true));

@@ -62,6 +62,8 @@ class Plan:
       layout, packer: of the staged leaves; packer: narrows 64-bit leaves as the x64 flag was.
       target: where the staging operand is a token (`stage`); None: where it is the staging array.
       copied: bytes of the pack that each call copies on the device, where there is a target.
+      out_tree, kinds: the result's structure, and the shapes and types of its arrays.
+      delivered: with a target, their bytes on the host (`stage.deliver`); -1 where JAX alone can take them there.
       body: (staging?, arena?, *direct_bound, *direct) -> the function's result; with a target (result, done).
       call: the same, jitted; raises `MismatchError` where a direct leaf's type is another.
     """
@@ -78,6 +80,9 @@ class Plan:
     packer: Any
     target: stage.Target | None
     copied: int
+    out_tree: Any
+    kinds: tuple[jax.ShapeDtypeStruct, ...]
+    delivered: int
     body: Callable[..., Any]
     call: Callable[..., Any]
 
@@ -127,6 +132,7 @@ def make_plan(source: Source) -> Plan:
     specs = [LeafSpec(np.dtype(batch_vars[k].aval.dtype), tuple(batch[k].shape)) for k in packed]
     layout = pack.layout_of(specs, [names[k] for k in packed]) if packed else None
     part = _part(layout, by_other) if layout is not None else None
+    kinds = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in spliced.outvars)
     places = _Places(
         n_bound,
         tuple(packed),
@@ -137,6 +143,7 @@ def make_plan(source: Source) -> Plan:
         pack.layout_of([LeafSpec.of(call.leaves[k]) for k in arena]) if arena else None,
         source.target is not None and bool(packed),
         part,
+        all(_has_plain_bytes(k.dtype) for k in kinds),
     )
     body = _body(compiled, places)
     body.__name__ = source.name
@@ -155,9 +162,17 @@ def make_plan(source: Source) -> Plan:
         packer,
         source.target if places.by_token else None,
         part[1] - part[0] if part else layout.total_bytes if layout is not None else 0,
+        compiled.traced.out_tree,
+        kinds,
+        stage.delivered_bytes(kinds) if places.delivers else -1,
         body,
         jax.jit(body),
     )
+
+
+def _has_plain_bytes(dtype: Any) -> bool:
+    """Whether a result's bytes are those of a numpy array: keys, and types of less than a byte, have others."""
+    return isinstance(dtype, np.dtype) and (dtype.kind in "biufc" or dtype == jax.numpy.bfloat16)
 
 
 def x64() -> bool:
@@ -235,6 +250,11 @@ class _Places:
     part: (
         tuple[int, int] | None
     )  # what of the pack is copied for XLA, where fused calls read the token
+    plain: bool  # results are what numpy can hold
+
+    @property
+    def delivers(self) -> bool:
+        return self.by_token and self.plain
 
 
 def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
@@ -247,7 +267,7 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         rest = list(args)
         staging = rest.pop(0) if places.packed else None
-        token = None
+        slot, token = staging, None
         if places.by_token and places.part is None:
             staging, done = stage.copy_slot(staging, places.layout.total_bytes)
         elif places.by_token and places.part is not None:
@@ -298,6 +318,9 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
             for var, value in zip(eqn.outvars, outs, strict=True):
                 env[id(var)] = value
         result = jax.tree_util.tree_unflatten(out_tree, [read(v) for v in jaxpr.outvars])
+        if places.delivers:
+            leaves = jax.tree_util.tree_leaves(result)
+            done = stage.deliver(slot, places.layout.total_bytes, done, leaves)
         return (result, done) if places.by_token else result
 
     return call

@@ -38,7 +38,8 @@ class Options:
         as they are, at no memory cost.
       ring_slots: staging slots `bind` keeps per batch signature; leases block when all are taken.
       lease_timeout_s: seconds a lease waits for a free slot before `LeaseError`.
-      spin_us: microseconds that the threads which pack `bind`'s batches for a GPU look out for the next batch before
+      spin_us: microseconds that a thread in `Server.fetch` looks for its results before it sleeps in between, and that
+        the threads which pack `bind`'s batches for a GPU look out for the next batch before
         they sleep (waking them takes tens of microseconds); None: 1,000 with 8 processors or more, else 0.
       verify: run the IR verifier after each pass; None reads ``RECOM_VERIFY``.
       dump_dir: folder for stage dumps; None reads ``RECOM_DUMP_DIR``.

@@ -147,27 +147,51 @@ class Server(Prepared):
         """
         if self._weights.traced or compat.tracing():
             return self._traced(batch, kwargs)
+        return self._in_bucket(batch, kwargs, False)
+
+    def fetch(self, *batch: Any, **kwargs: Any) -> Any:
+        """The function's result as numpy arrays, for which it waits: for whoever answers a request.
+
+        On a GPU this is quicker than ``np.asarray(serve(batch))``: the program ends by copying its results to
+        page-locked memory of its staging slot, and the calling thread looks for them there (for `Options.spin_us`
+        without sleeping) rather than being woken by JAX. Elsewhere, and where numpy cannot hold a result, it is the
+        same as that; arrays may be read-only then.
+
+        Raises:
+          As a call does. RecomError: inside a trace there is nothing to wait for.
+        """
+        if compat.tracing():
+            raise RecomError(
+                f"{self.__name__}.fetch inside a trace: there are no numbers yet to wait for. Call the server itself"
+            )
+        if self._weights.traced:
+            return _on_host(self._traced(batch, kwargs))
+        return _on_host(self._in_bucket(batch, kwargs, True))
+
+    def _in_bucket(self, batch: Sequence[Any], kwargs: dict[str, Any], fetched: bool) -> Any:
         if self._buckets is not None:
             leaves = jax.tree_util.tree_leaves((batch, kwargs))
             if _recom.lease_among(leaves) is None:  # a lease has the size that it was taken for
-                return self._buckets.call(self._serve, batch, kwargs)
-        return self._serve(*batch, **kwargs)
+                return self._buckets.call(
+                    lambda *args, **named: self._serve(args, named, fetched), batch, kwargs
+                )
+        return self._serve(batch, kwargs, fetched)
 
-    def _serve(self, *batch: Any, **kwargs: Any) -> Any:
+    def _serve(self, batch: Sequence[Any], kwargs: dict[str, Any], fetched: bool) -> Any:
         core = self._core
         if len(batch) == 1 and not kwargs and type(batch[0]) is dict:
             flat = core.flat.get(len(batch[0]))
             if flat is not None:
-                found = self._call_flat(flat, batch[0])
+                found = self._call_flat(flat, batch[0], fetched)
                 if found is not _MISS:
                     return found
         leaves, tree, static = core.flatten(batch, kwargs)
         slot = _recom.lease_among(leaves)
         if slot is not None:
-            return self._serve_lease(slot, leaves, tree, static)
+            return self._serve_lease(slot, leaves, tree, static, fetched)
         for plan in core.plans.get((len(leaves), first_shape(leaves), context()), ()):
             if plan.tree == tree and plan.static == static:
-                found = self._try(plan, leaves)
+                found = self._try(plan, leaves, fetched)
                 if found is not _MISS:
                     return found
         with self._values(leaves):
@@ -175,16 +199,16 @@ class Server(Prepared):
         staged = self._stage(plan, leaves)
         if isinstance(staged, int):
             raise pack.mismatch(plan.layout, staged, leaves[plan.packed[staged]], plan.packed_names)
-        return self._run(plan, staged, leaves)
+        return self._run(plan, staged, leaves, fetched)
 
-    def _call_flat(self, flat: FlatBatch, batch: dict[Any, Any]) -> Any:
+    def _call_flat(self, flat: FlatBatch, batch: dict[Any, Any], fetched: bool) -> Any:
         found = flat.read(batch)
         if type(found) is tuple:
             slot = _recom.lease_among(found)
             if slot is not None:
-                return self._serve_lease(slot, found, flat.tree, ())
+                return self._serve_lease(slot, found, flat.tree, (), fetched)
             for plan in flat.candidates(found):
-                out = self._try(plan, found)
+                out = self._try(plan, found, fetched)
                 if out is not _MISS:
                     return out
         elif found is not None:
@@ -194,15 +218,15 @@ class Server(Prepared):
                     staged = found.array()
                 except RuntimeError:
                     self._served_twice()
-                return self._run(leased, self._leased(leased, found, staged), ())
+                return self._run(leased, self._leased(leased, found, staged), (), fetched)
         return _MISS
 
-    def _try(self, plan: Plan, leaves: Sequence[Any]) -> Any:
+    def _try(self, plan: Plan, leaves: Sequence[Any], fetched: bool) -> Any:
         staged = self._stage(plan, leaves)
         if isinstance(staged, int):
             return _MISS
         try:
-            return self._run(plan, staged, leaves)
+            return self._run(plan, staged, leaves, fetched)
         except MismatchError:
             return _MISS
 
@@ -222,19 +246,19 @@ class Server(Prepared):
             pipeline.count("bytes_packed", plan.layout.total_bytes)
         return staged
 
-    def _run(self, plan: Plan, staged: Any, leaves: Sequence[Any]) -> Any:
+    def _run(self, plan: Plan, staged: Any, leaves: Sequence[Any], fetched: bool) -> Any:
         try:
-            return self._run_staged(plan, staged, leaves)
+            return self._run_staged(plan, staged, leaves, fetched)
         finally:  # whatever happened, nobody reads the caller's arrays any more
             if plan.target is not None:
                 staged.join()
 
-    def _run_staged(self, plan: Plan, staged: Any, leaves: Sequence[Any]) -> Any:
+    def _run_staged(self, plan: Plan, staged: Any, leaves: Sequence[Any], fetched: bool) -> Any:
         bound = self._bound(plan)
         direct = [leaves[k] for k in plan.direct]
         try:
             if plan.target is not None:
-                return self._run_by_token(plan.target, plan.call, staged, [*bound, *direct])
+                return self._run_by_token(plan, plan.target, staged, [*bound, *direct], fetched)
             if staged is None:
                 return plan.call(*bound, *direct)
             return plan.call(staged[1], *bound, *direct)
@@ -252,18 +276,37 @@ class Server(Prepared):
             raise fault or trace_error(why, f"while serving {self.__name__}") from why
 
     def _run_by_token(
-        self, target: stage.Target, call: Any, begun: pack.Begun, rest: Sequence[Any]
+        self,
+        plan: Plan,
+        target: stage.Target,
+        begun: pack.Begun,
+        rest: Sequence[Any],
+        fetched: bool,
     ) -> Any:
-        token = begun.token.array
+        token, delivery = begun.token.array, begun.token.delivery
+        fetched = fetched and plan.delivered >= 0
+        done = None
         try:
-            result, done = call(token, *rest)
-        except MismatchError:  # found while tracing: nothing was run
+            if fetched:
+                delivery.begin(plan.delivered, target.ordinal)
+            result, done = plan.call(token, *rest)
+            if fetched:
+                found = [np.empty(k.shape, k.dtype) for k in plan.kinds]
+                begun.join()  # the caller may write its arrays from here on
+                stage.await_results(delivery, done, self._spin(target))
+        except BaseException as why:
+            if fetched:
+                delivery.cancel()
+            if done is not None:  # the wait was interrupted, or the call failed
+                target.flights.add(done, begun.held)
+            elif not isinstance(why, MismatchError):  # that is found while tracing: nothing was run
+                target.flights.add_failed(token, begun.held)
             raise
-        except BaseException:
-            target.flights.add_failed(token, begun.held)
-            raise
+        if fetched:
+            delivery.take(found)
+            return jax.tree_util.tree_unflatten(plan.out_tree, found)
         target.flights.add(done, begun.held)
-        begun.join()  # the caller may write its arrays from here on
+        begun.join()
         return result
 
     # ---- leases -------------------------------------------------------------------------------------------
@@ -339,7 +382,9 @@ class Server(Prepared):
                     return plan
         return None
 
-    def _serve_lease(self, slot: Any, leaves: Sequence[Any], tree: Any, static: Any) -> Any:
+    def _serve_lease(
+        self, slot: Any, leaves: Sequence[Any], tree: Any, static: Any, fetched: bool
+    ) -> Any:
         if slot.state != "leased":
             self._served_twice()
         plans = [
@@ -372,7 +417,7 @@ class Server(Prepared):
             self._served_twice()
         if bad >= 0:
             raise pack.mismatch(plan.layout, bad, chosen[bad], plan.packed_names)
-        return self._run(plan, self._leased(plan, slot, staged), leaves)
+        return self._run(plan, self._leased(plan, slot, staged), leaves, fetched)
 
     def _leased(self, plan: Plan, slot: pack.Slot, held: Any) -> Any:
         if plan.target is None:
@@ -400,3 +445,11 @@ class Server(Prepared):
 
 jax.tree_util.register_pytree_node(Server, Server._flatten, Server._unflatten)
 _MISS: Any = object()
+
+
+def _on_host(result: Any) -> Any:
+    """Its arrays as numpy arrays. All copies begin before the first is waited for."""
+    leaves, tree = jax.tree_util.tree_flatten(result)
+    if all(type(x) is np.ndarray for x in leaves):
+        return result
+    return jax.tree_util.tree_unflatten(tree, jax.device_get(leaves))

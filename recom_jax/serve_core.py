@@ -35,6 +35,7 @@ class BindCost:
         memory then. "": all is in host memory.
       staging_copy: what one call in flight takes on that device for its staged inputs: its slot's buffer there, which
         stays, and the call's own copy.
+      fetch_slot: page-locked host memory that `Server.fetch` takes for each slot's results, beside the staging buffer.
     """
 
     arena: int
@@ -43,6 +44,7 @@ class BindCost:
     shared: int
     device: str = ""
     staging_copy: int = 0
+    fetch_slot: int = 0
 
     @property
     def total(self) -> int:
@@ -53,7 +55,8 @@ class BindCost:
             return (
                 f"arena {self.arena:,} bytes on {self.device} + staging {self.staging_slots} x "
                 f"{self.staging_slot:,} bytes of page-locked host memory (each at its first use), copied to "
-                f"{self.staging_copy:,} bytes a call in flight; {self.shared:,} bytes shared with the caller, "
+                f"{self.staging_copy:,} bytes a call in flight, results for `fetch` to {self.fetch_slot:,} "
+                f"page-locked bytes a slot; {self.shared:,} bytes shared with the caller, "
                 "not copied"
             )
         return (

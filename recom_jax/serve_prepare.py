@@ -40,7 +40,8 @@ class Prepared(InTrace):
         if target is None:
             return BindCost(-(-arena // _PAGE) * _PAGE, slot, slots, shared)
         copy = plan.layout.total_bytes + plan.copied if plan.packed else 0
-        return BindCost(arena, slot, slots, shared, str(target.device), copy)
+        results = max(0, plan.delivered) if plan.packed else 0
+        return BindCost(arena, slot, slots, shared, str(target.device), copy, results)
 
     def warmup(self, sizes: int | Sequence[int], *example: Any, **kwargs: Any) -> None:
         """Traces and compiles for these batch sizes before traffic.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -23,12 +24,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from recom_jax import ffi
+from recom_jax import _recom, ffi
+from recom_jax.errors import RecomError
 from recom_jax.lowering import warn_once
 
 _MOST_THREADS = 8
 PIECE_BYTES = 1 << 20
 SPIN_US = 1000
+LOOK_US = 2000  # so long a thread that waits for results leaves the interpreter
 STIRRED = 3  # threads that a lease wakes: a processor that sleeps is slow to start the call
 _SPINNING = 8  # processors
 _emulated = False  # tests: stage on the CPU as on a GPU
@@ -92,10 +95,11 @@ def _has_ended(done: Any) -> bool:
 
 
 class Token(NamedTuple):
-    """A slot's buffer on a device, and where that is."""
+    """A slot's buffer on a device, where that is, and where calls that are handed it deliver results to."""
 
     array: Any
     address: int
+    delivery: Any
 
 
 class Target:
@@ -123,12 +127,13 @@ class Target:
                 place = self.device if self.committed else None
                 array = jax.device_put(np.zeros(slot.layout.total_bytes, np.uint8), place)
                 # Ready: nothing of XLA's may write it after the first batch was copied there.
-                found = Token(array, jax.block_until_ready(array).unsafe_buffer_pointer())
-            why = slot.register_token(found.address, self.ordinal, uploads=True)
+                address = jax.block_until_ready(array).unsafe_buffer_pointer()
+            why = slot.register_token(address, self.ordinal, uploads=True)
             if why:
                 warn_once(
                     f"recom_jax: staging memory is not page-locked, copies to the GPU are slower: {why}"
                 )
+            found = Token(array, address, _recom.delivery(address, slot.layout.total_bytes))
             slot.tokens[slot.index, self] = found
         return found
 
@@ -158,6 +163,47 @@ def _wish(token: Any, nbytes: int, part: tuple[int, int], whole: bool) -> tuple[
         token, nbytes=np.int64(nbytes), begin=np.int64(begin), whole=np.int64(whole)
     )
     return (jax.numpy.zeros(0, np.uint8), found[0]) if begin == end else (found[0], found[1])
+
+
+def deliver(token: Any, nbytes: int, done: Any, results: Sequence[Any]) -> Any:
+    """In a jitted function, at its end: copies results to host memory of the slot that the token stands for.
+
+    Only if the call was begun so: `Token.delivery`. Otherwise nothing happens.
+
+    Args:
+      nbytes: of the slot; done: what `copy_slot` or `hand_slot` gave.
+
+    Returns:
+      `done` in its place: ready once the call has ended.
+    """
+    kind = jax.ShapeDtypeStruct(
+        (), np.uint8
+    )  # no effect: JAX starts calls with effects from Python
+    return jax.ffi.ffi_call(ffi.DELIVER, kind)(token, done, *results, nbytes=np.int64(nbytes))
+
+
+def delivered_bytes(kinds: Sequence[Any]) -> int:
+    """Of results one behind the other, each at a multiple of 64."""
+    end = 0
+    for k in kinds:
+        end = -(-end // 64) * 64 + math.prod(k.shape) * k.dtype.itemsize
+    return end
+
+
+def await_results(delivery: Any, ended: Any, spin_us: int) -> None:
+    """Waits for results of a call that delivers them.
+
+    Args:
+      ended: what the call returned; spin_us: how long the thread looks without sleeping.
+
+    Raises:
+      Whatever the call failed with.
+    """
+    while not delivery.wait(LOOK_US, spin_us):  # in between, signals are handled: Ctrl-C ends it
+        if _has_ended(ended):
+            ended.block_until_ready()
+            if not delivery.copied:
+                raise RecomError("a call ended without its results: please report this")
 
 
 def home_of(leaves: Sequence[Any]) -> tuple[Any, bool]:

@@ -5,6 +5,9 @@ timed and counted, the first ones too. What is slow makes fewer: its block ends 
 say *alternating* come from a second pass, in which each call follows another contestant's and finds that one's data
 in the caches.
 
+A result is ready where it was computed, on the device (`bind`), or in numpy arrays on the host: by `Server.fetch`, and
+by `np.asarray` of what a call returns.
+
 Views are filled in three ways: by the calling thread just before each call; by another thread of Python while the call
 before runs; and several leases at a time, before the first of them is served. Filling is timed in one row alone.
 """
@@ -16,6 +19,8 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 from benchmarks import steady
 from benchmarks.context import Context, Settings
@@ -29,9 +34,12 @@ LIMITS = {256: (0.45, 0.35), 2048: (0.80, 0.70)}
 AHEAD = 4  # leases
 BESIDE = "input_views, filled by another thread"
 FILLED_AHEAD = f"input_views, {AHEAD} filled ahead"
+FETCH, ASARRAY = "recom_jax bind, fetch", "recom_jax bind, np.asarray"
 ALTERNATING = "alternating call by call"
 # Whose second pass is shown: the others are of no interest there.
 SHOWN = (
+    (FETCH, steady.NUMPY),
+    (FETCH, steady.VIEWS),
     (steady.BIND, steady.NUMPY),
     (steady.BIND, steady.VIEWS),
     (steady.HAND, steady.STACKED),
@@ -54,7 +62,7 @@ def _piece(context: Context, size: int) -> Result:
     group = f"model E with its MLPs, batch {size}"
     calls = 4 if s.quick else Block().calls
     found = steady.measure(
-        context, w, group, size, plain=False, tuned=False, block=Block(calls), more=leases
+        context, w, group, size, plain=False, tuned=False, block=Block(calls), more=further
     )
     rows = [*found.rows, *_alternating(group, found)]
     bind = found.of(steady.BIND, steady.NUMPY)
@@ -71,6 +79,11 @@ def _piece(context: Context, size: int) -> Result:
         *(
             Target(f"{group}: through {name}", found.of(steady.BIND, name).median, "<=", views, "ms")
             for name in (steady.VIEWS, FILLED_AHEAD)
+        ),
+        *(
+            Target(f"{group}: {name} through fetch, results on the host", found.of(FETCH, name).median,
+                   "<=", most, "ms")
+            for name, most in ((steady.NUMPY, bound), (steady.VIEWS, views))
         ),
         Target(f"{group}: bind / hand-batched jit given stacked inputs",
                paired_ratio(bind, forms[best]), "<", 1, "", how),
@@ -90,19 +103,27 @@ def _none(_: Any) -> None:
     return None
 
 
-# ---- leases that are filled elsewhere or earlier ---------------------------------------------------------------------
+def further(batches: list[Batch], server: Any) -> list[Contestant]:
+    """Results on the host, and leases that are filled elsewhere or earlier."""
 
+    def numpy(k: int) -> Any:
+        return batches[k % len(batches)]
 
-def leases(batches: list[Batch], server: Any) -> list[Contestant]:
     def lease(k: int) -> Any:
-        batch = batches[k % len(batches)]
-        return steady.fill(server.input_views(batch), batch)
+        return steady.fill(server.input_views(numpy(k)), numpy(k))
 
-    found = []
+    found = [
+        Contestant(FETCH, steady.NUMPY, numpy, server.fetch, "results on the host"),
+        Contestant(FETCH, steady.VIEWS, lease, server.fetch, "results on the host, filling not timed"),
+        Contestant(ASARRAY, steady.NUMPY, numpy, lambda b: np.asarray(server(b)), "results on the host"),
+    ]  # fmt: skip
     for inputs, way in ((BESIDE, Beside(lease)), (FILLED_AHEAD, Ahead(lease))):
         note = "filling not timed"
         found.append(Contestant(steady.BIND, inputs, way.prepare, server, note, way.turn))
     return found
+
+
+# ---- leases that are filled elsewhere or earlier ---------------------------------------------------------------------
 
 
 class Beside:
