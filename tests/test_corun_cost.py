@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from recom_jax import corun
 from recom_jax.cache import Cache
-from recom_jax.corun import alone, kernels, probe_stream, runtime
+from recom_jax.corun import alone, kernels, measure_stream, probe_stream, runtime
 from recom_jax.corun.cost import NOTHING, Device, Work, both, rest_of
 from recom_jax.corun.duel import ROUNDS, duel, loss, pairs, rivals
 from recom_jax.corun.plan import Choice, Measured, PrepOp, Stage
@@ -352,3 +352,53 @@ def test_units_cost_their_part_of_a_tile() -> None:
     for op in unit_ops(k, costs):
         assert (op.tiles, op.longest_us) == (5, 3.0)
         assert op.latency_us == pytest.approx(2 * 5000 / kernels.TILE)
+
+
+@dataclasses.dataclass
+class Clock:
+    """A host and a device whose times are known: a step's dispatch, and the step behind the one before."""
+
+    dispatch: float = 5.0
+    takes: float = 10.0
+    now: float = 100.0
+    free: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def step(self, state: Any, k: int) -> tuple[Any, float]:
+        self.now += self.dispatch
+        self.free = max(self.free, self.now) + self.takes
+        return (state, Ready(self, self.free)), 0.5
+
+
+@dataclasses.dataclass
+class Ready:
+    clock: Clock
+    at: float
+
+    def block_until_ready(self) -> Ready:
+        self.clock.now = max(self.clock.now, self.at)
+        return self
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "takes", "ahead", "wanted"),
+    [(5.0, 10.0, 2, 10.0), (5.0, 10.0, 4, 10.0), (10.0, 3.0, 4, 10.0), (5.0, 10.0, 1, 15.0)],
+)
+def test_a_step_is_timed_as_one_of_many(
+    monkeypatch: pytest.MonkeyPatch, dispatch: float, takes: float, ahead: int, wanted: float
+) -> None:
+    """Without the first one's dispatch, which the step before hides; whether the host or the device is slower."""
+    clock = Clock(dispatch, takes)
+    monkeypatch.setattr(measure_stream, "time", clock)
+    run = measure_stream._timed(40, ahead, 0, clock.step)
+    assert run.step_s == pytest.approx(wanted)
+    assert run.wait_s == pytest.approx(0.5) and len(run.metrics) == 40
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_few_steps_are_timed_whole(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    clock = Clock()
+    monkeypatch.setattr(measure_stream, "time", clock)
+    assert measure_stream._timed(n, 4, 0, clock.step).step_s == pytest.approx((5.0 + 10.0 * n) / n)

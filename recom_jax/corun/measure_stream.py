@@ -98,21 +98,31 @@ def _unused(*_: Any) -> Any:
 
 
 def _timed(n: int, ahead: int, state: Any, step: Callable[[Any, int], tuple[Any, float]]) -> Run:
-    """Runs n steps, at most `ahead` of them unfinished."""
+    """Runs n steps, at most `ahead` of them unfinished.
+
+    Timed from when one step was seen to have ended to when another was, with as many behind it: a first step after a
+    pause would be timed with its dispatch, which a step that follows another hides. Runs of few steps are timed whole.
+    """
     jax.block_until_ready(state)
-    skipped, waits, metrics = max(1, round(SKIPPED * n)), 0.0, []
+    metrics: list[Any] = []
     flying: collections.deque[Any] = collections.deque()
+    waits: list[float] = []
+    seen: list[float] = []  # when each step was
     begun = time.perf_counter()
     for k in range(n):
-        if k == skipped:
-            jax.block_until_ready(list(flying))
-            begun = time.perf_counter()
         (state, m), waited = step(state, k)
-        waits += waited if k >= skipped else 0.0
+        waits.append(waited)
         metrics.append(m)
         flying.append(m)
         if len(flying) >= ahead:
             jax.block_until_ready(flying.popleft())
+            seen.append(time.perf_counter())
     jax.block_until_ready((state, metrics))
-    count = n - skipped
-    return Run((time.perf_counter() - begun) / count, waits / count, metrics)
+    whole_s = time.perf_counter() - begun
+    skipped = max(1, round(SKIPPED * n))
+    count = len(seen) - skipped
+    if count < 1:
+        return Run(whole_s / n, sum(waits) / n, metrics)
+    return Run(
+        (seen[-1] - seen[skipped - 1]) / count, sum(waits[skipped:]) / (n - skipped), metrics
+    )
