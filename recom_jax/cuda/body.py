@@ -168,10 +168,15 @@ class Body(Runs):
             if self.variant is Variant.LONG:
                 self.put(f"const Range tile_{seg}{{0, static_cast<i32>({total})}};")
                 return
+            if not self.searches:
+                self.searches = True
+                behind = f"me.words + {1 + len(self.cls.slots)}"
+                self.put(f"Looks looks = looks_of(p, t, {behind});")
             self.put(f"Range tile_{seg};")
-            self.put(
-                f"if (!find_segments(seg_{seg}, {total}, t, tile_{seg})) return class_{self.number}_any(p);"
-            )
+            self.put(f"if (!find_segments(seg_{seg}, {total}, t, looks, tile_{seg})) {{")
+            self.put(f"  if (looks.tiles == 0) class_{self.number}_any(p);")
+            self.put("  return;")
+            self.put("}")
             return
         mode, buffer, offset, n = splits
         at = self.buffer(buffer)

@@ -306,6 +306,7 @@ class Regions(Pools):
                 ]
             else:
                 find.append(f"if (kStaged) mark_segments(limits_{seg}, t, tile_{seg}, seg_{seg});")
+                self.put(f"if (kStaged && looks.tiles > 0 && !tile_ascends(seg_{seg}, t, tile_{seg})) return;")
             copies = []
             for kind, b in kinds:
                 _, buffer, offset, *_ = b.args

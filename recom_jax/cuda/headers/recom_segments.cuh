@@ -58,17 +58,14 @@ struct Seen {
   }
 };
 
-// Whether `total` segment ids ascend; if so, `tile` is the positions of bags [bag0, bag0 + bags).
-// The whole block asks.
-template <class F>
-RECOM_FN bool find_segments(const F& seg, i64 total_wide, const Tile& t, Range& tile) {
-  using T = decltype(seg(0));
+// Positions [first, end) of `total`: those that the threads of a block look at, and the next one.
+template <class T, class F>
+RECOM_FN void look_at(const F& seg, i32 first, i32 end, i32 total, Seen<T>& seen) {
   constexpr i32 kFlight = 16, kRound = kThreads * kFlight, kLess = 8;
-  const i32 total = static_cast<i32>(total_wide);  // the plan lets no more than 2^30 through
-  Seen<T> seen{static_cast<T>(t.bag0), static_cast<T>(t.bag0 + t.bags)};
-  i32 q = static_cast<i32>(threadIdx.x);
+  const i32 whole = end < total ? end : total - 1;  // positions that have a next one
+  i32 q = first + static_cast<i32>(threadIdx.x);
 #pragma unroll 1
-  for (; q + kRound - kThreads + 1 < total; q += kRound) {
+  for (; q + kRound - kThreads < whole; q += kRound) {
     T here[kFlight], next[kFlight];
 #pragma unroll
     for (int u = 0; u < kFlight; ++u) {
@@ -80,22 +77,103 @@ RECOM_FN bool find_segments(const F& seg, i64 total_wide, const Tile& t, Range& 
   }
   // What is left is less than a round: positions behind the end are the last one's.
 #pragma unroll 1
-  for (; q < total; q += kThreads * kLess) {
+  for (; q < end; q += kThreads * kLess) {
     T here[kLess], next[kLess];
 #pragma unroll
     for (int u = 0; u < kLess; ++u) {
-      const i32 at = q + u * kThreads < total ? q + u * kThreads : total - 1;
+      const i32 at = q + u * kThreads < end ? q + u * kThreads : end - 1;
       here[u] = seg(at);
       next[u] = seg(at + 1 < total ? at + 1 : at);
     }
 #pragma unroll
     for (int u = 0; u < kLess; ++u) {
-      if (q + u * kThreads < total) seen.see(here[u], next[u]);
+      if (q + u * kThreads < end) seen.see(here[u], next[u]);
     }
+  }
+}
+
+// ---- many ids ----
+//
+// Looks at all of them grow with the square of a column. Where the plan says so (Tile::columns is 0), a block trusts that
+// they ascend: it searches its bags, looks at its share of the ids, and leaves behind whether those ascend. When all blocks
+// are through, kernel recom_mend asks what they have left, and if any id is out of order sums the column's bags up anew,
+// each with a look at every id. So nobody waits for anybody, and what order blocks run in makes no difference. Whatever the
+// ids are, a search ends inside of them; what it finds is checked before memory is addressed by it.
+
+// How a column's tiles search; if there are none, they look at everything.
+struct Looks {
+  u8* found = nullptr;  // by tile: whether what it has looked at ascends
+  i32 tile = 0, tiles = 0;
+  bool ok = true;  // of all ids that the tile has looked at
+};
+
+// The block's search, by 1,024 places a round: positions of bags [bag0, bag0 + bags), and whether `ok` holds for all.
+template <class F>
+RECOM_FN bool search_segments(const F& seg, i32 total, const Tile& t, bool ok, Range& tile) {
+  using T = decltype(seg(0));
+  constexpr i32 kProbes = 4, kWays = kThreads * kProbes;
+  const T bag0 = static_cast<T>(t.bag0), bag1 = static_cast<T>(t.bag0 + t.bags);
+  i32 first = 0, last = 0;  // what is looked for is among the n positions from there on, or behind them
+  bool all = true;
+#pragma unroll 1
+  for (i32 n = total; n > 0;) {
+    const i32 step = (n + kWays - 1) / kWays;
+    T a[kProbes], b[kProbes];
+#pragma unroll
+    for (int u = 0; u < kProbes; ++u) {
+      const i32 at = (static_cast<i32>(threadIdx.x) + u * kThreads + 1) * step - 1;
+      a[u] = at < n && first + at < total ? seg(first + at) : bag1;
+      b[u] = at < n && last + at < total ? seg(last + at) : bag1;
+    }
+    i32 before = 0, upto = 0;
+#pragma unroll
+    for (int u = 0; u < kProbes; ++u) {
+      before += a[u] < bag0;
+      upto += b[u] < bag1;
+    }
+    all = sum_block(before, upto, ok);
+    first += before * step;
+    last += upto * step;
+    n = step - 1;
+  }
+  tile = Range{first, last > first ? last : first};
+  return all;
+}
+
+// Whether `total` segment ids ascend, as far as the block can tell; if so, `tile` is the positions of bags [bag0, bag0 + bags).
+// If not, it has to sum its bags up another way; but where it searches, others will do it. The whole block asks.
+template <class F>
+RECOM_FN bool find_segments(const F& seg, i64 total_wide, const Tile& t, Looks& looks, Range& tile) {
+  using T = decltype(seg(0));
+  const i32 total = static_cast<i32>(total_wide);  // the plan lets no more than 2^30 through
+  Seen<T> seen{static_cast<T>(t.bag0), static_cast<T>(t.bag0 + t.bags)};
+  i32 first = 0, end = total;
+  if (looks.tiles > 0) {
+    const i32 share = static_cast<i32>(static_cast<u32>(total + looks.tiles - 1) / static_cast<u32>(looks.tiles));
+    first = looks.tile * share < total ? looks.tile * share : total;
+    end = first + share < total ? first + share : total;
+  }
+  look_at(seg, first, end, total, seen);
+  if (looks.tiles > 0) {
+    looks.ok = search_segments(seg, total, t, looks.ok && seen.ok, tile);
+    if (threadIdx.x == 0) looks.found[looks.tile] = looks.ok;
+    return looks.ok;
   }
   const bool ok = sum_block(seen.before, seen.upto, seen.ok);
   tile = Range{seen.before, seen.upto};
   return ok;
+}
+// Whether the ids at a tile's positions ascend and are its bags': if all of the column do, they are. The whole block asks.
+template <class F>
+RECOM_FN bool tile_ascends(const F& seg, const Tile& t, const Range& tile) {
+  using T = decltype(seg(0));
+  bool ok = true;
+#pragma unroll 4
+  for (i32 q = tile.begin + static_cast<i32>(threadIdx.x); q < tile.end; q += kThreads) {
+    const T here = seg(q), next = seg(q + 1 < tile.end ? q + 1 : q);
+    ok &= here >= static_cast<T>(t.bag0) && here <= next && next < static_cast<T>(t.bag0 + t.bags);
+  }
+  return __syncthreads_and(ok) != 0;
 }
 
 // Writes a tile's limits where its segment ids change. They ascend, so every limit is written, and

@@ -266,6 +266,22 @@ RECOM_FN T* target(const Params& p, i64 place) {
   return const_cast<T*>(source<T>(p, place));
 }
 
+// What the words behind a column's slots say of how its tiles search segment ids.
+RECOM_FN Looks looks_of(const Params& p, const Tile& t, const i64* behind) {
+  if (t.columns != 0) return Looks{};
+  const u32 bags = static_cast<u32>(load_word(behind + 1));  // of a tile, but for the last one
+  return Looks{target<u8>(p, load_word(behind)), static_cast<i32>(static_cast<u32>(t.bag0) / bags),
+               static_cast<i32>(load_word(behind + 2))};
+}
+// Whether all tiles have found that a column's ids ascend. The whole block asks, of a launch that follows theirs.
+RECOM_FN bool all_ascend(const Params& p, const Tile& t, int stride) {
+  const Looks looks = looks_of(p, t, p.words + t.words + stride);
+  bool ok = true;
+#pragma unroll 4
+  for (i32 k = static_cast<i32>(threadIdx.x); k < looks.tiles; k += kThreads) ok &= looks.found[k] != 0;
+  return __syncthreads_and(ok) != 0;
+}
+
 // Whether those of n numbers ascend that this thread looks at: the threads of a block look at all.
 template <class F>
 RECOM_FN bool ascends(const F& f, i64 n) {
