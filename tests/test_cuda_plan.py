@@ -25,6 +25,7 @@ from tests.helpers import ids, table
 pytestmark = pytest.mark.once
 
 PLAIN, REGION, JAGGED, RUNS = 0, 1, 2, 3
+SEARCHES = 4  # added to the last two
 MAGIC = 0x48434E554C4D4352
 TILE = np.dtype(
     [("words", "i8"), ("bag0", "i8"), ("bags", "i4"), ("cls", "i4")]
@@ -51,13 +52,13 @@ class Call:
             words if isinstance(words, bytes) else struct.pack(f"<{len(words)}q", *words),
             np.array(changed.get("layout", self.layout), np.int64),
             changed.get("operands", self.operands),
-            self.results,
+            changed.get("results", self.results),
             sms,
             pointers,
         )
         launches = made["launches"]
         for launch in launches:
-            for key in ("tiles", "unaligned"):
+            for key in ("tiles", "unaligned", "mends", "unaligned_mends"):
                 launch[key] = np.frombuffer(launch[key], TILE)
             launch["words"] = np.frombuffer(launch["words"], np.int64)
         return list(launches)
@@ -105,6 +106,7 @@ def check_tiles(call: Call, launches: Sequence[dict[str, Any]], key: str = "tile
         assert len(launch["buffers"]) == len(set(launch["buffers"])) <= launch["pointers"]
         for t in launch[key]:
             program_class, form, width, vec = call.classes[t["cls"]]
+            form %= SEARCHES
             stride = 1 + len(call.program.classes[program_class].slots)
             slots = call.program.classes[program_class].slots
             first = launch["words"][t["words"] : t["words"] + stride]
@@ -120,7 +122,7 @@ def check_tiles(call: Call, launches: Sequence[dict[str, Any]], key: str = "tile
                 assert t["slices"] == 1 or t["lanes"] * t["slices"] <= 32
             assert t["lanes"] * t["slices"] * t["columns"] <= 256
             assert t["bags"] > 0
-            for k in range(t["columns"]):
+            for k in range(max(t["columns"], 1)):
                 at = int(t["words"]) + k * stride
                 row = launch["words"][at : at + stride]
                 assert 0 <= t["bag0"] <= t["bag0"] + t["bags"] <= row[0]
@@ -243,7 +245,9 @@ def jagged(n: int, bags: int, positions: int) -> Call:
 
 def formed(call: Call, form: int) -> Call:
     """The same with jagged classes of that form, whatever their code is."""
-    classes = [(c, form if f in (JAGGED, RUNS) else f, *rest) for c, f, *rest in call.classes]
+    classes = [
+        (c, form if f % SEARCHES in (JAGGED, RUNS) else f, *rest) for c, f, *rest in call.classes
+    ]
     return dataclasses.replace(call, classes=classes)
 
 
@@ -270,7 +274,8 @@ def test_few_jagged_bags_are_spread_over_the_device(form, few):
 
 @pytest.mark.parametrize("form", [JAGGED, RUNS])
 def test_tiles_that_look_at_many_segment_ids_are_few(form):
-    """Each looks at all of them before its first bag: one tile a multiprocessor. Row splits need no look."""
+    """Each looks at all of them before its first bag, if it doesn't search: one tile a multiprocessor. Row splits need
+    no look."""
 
     def model(t: Any, x: Any, seg: Any) -> Any:
         return jax.ops.segment_sum(t[x], seg, num_segments=10)
@@ -281,6 +286,93 @@ def test_tiles_that_look_at_many_segment_ids_are_few(form):
     assert len(launch["tiles"]) <= 132
     (launch,) = formed(jagged(1, 16384, 20), form).plan(sms=132)
     assert len(launch["tiles"]) > 132
+
+
+def segments(total: int, bags: int, dim: int = 16, columns: int = 1) -> Call:
+    def model(t: Any, seg: Any, *xs: Any) -> Any:
+        return [jax.ops.segment_sum(t[x], seg, num_segments=10) for x in xs]
+
+    xs = [ids((7,), 50, seed=k) for k in range(columns)]
+    call = call_of(model, table(50, dim), jnp.zeros(7, jnp.int32), *xs)
+    return call.resized(7, total).resized(10, bags)
+
+
+def memory(n: int = 1 << 16) -> list[tuple[int, list[int]]]:
+    return [(constants()["dtype"]["uint8"], [n])]
+
+
+def check_searching(call: Call, launch: dict[str, Any], room: int, set_: str = "") -> int:
+    """What tiles that search are told; how many units have such. No two tiles say what they have found in one place."""
+    tiles, mends = launch[f"{set_}tiles" if not set_ else "unaligned"], launch[f"{set_}mends"]
+    taken: set[int] = set()
+    units = {int(t["words"]) for t in tiles if t["columns"] == 0}
+    assert units == {int(t["words"]) for t in mends}
+    for at in units:
+        mine = np.sort(tiles[tiles["words"] == at], order="bag0")
+        theirs = np.sort(mends[mends["words"] == at], order="bag0")
+        slots = call.program.classes[call.classes[mine[0]["cls"]][0]].slots
+        place, step, n = launch["words"][at + 1 + len(slots) :][:3].tolist()
+        assert launch["buffers"][place >> OFFSET_BITS] == len(call.operands) + len(call.results)
+        places = range(place % (1 << OFFSET_BITS), place % (1 << OFFSET_BITS) + n)
+        assert not taken & set(places) and 0 <= places[0] <= places[-1] < room
+        taken |= set(places)
+        assert len(mine) == n
+        assert [t["bag0"] // step for t in mine] == list(range(n))
+        assert all(mine["bags"][:-1] == step)
+        for some in (mine, theirs):
+            ends = some["bag0"] + some["bags"]
+            assert some["bag0"][0] == 0 and ends[-1] == launch["words"][at]
+            assert (some["bag0"][1:] == ends[:-1]).all()
+            assert not some["columns"].any()
+        assert not theirs["aligned"].any()
+    return len(units)
+
+
+@pytest.mark.parametrize("form", [JAGGED, RUNS])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_tiles_search_many_segment_ids(form, columns):
+    call = formed(segments(16384 * 20, 16384, columns=columns), SEARCHES + form)
+    (launch,) = call.plan(sms=132, results=[*call.results, *memory()])
+    for key in ("tiles", "unaligned"):
+        check_tiles(call, [launch], key)
+        assert len(launch[key]) > 132
+    for set_ in ("", "unaligned_"):
+        assert check_searching(call, launch, 1 << 16, set_) == columns
+        assert 132 <= len(launch[f"{set_}mends"]) <= 4 * 132
+
+
+@pytest.mark.parametrize(
+    ("total", "bags", "room", "searched"),
+    [(16383, 800, 1 << 16, 0), (16384, 800, 1 << 16, 1), (1 << 20, 1, 1 << 16, 1),
+     (1 << 20, 1 << 20, 4096, 1), (1 << 20, 1 << 20, 4095, 0), (1 << 20, 0, 1 << 16, 0)],
+)  # fmt: skip
+def test_what_tiles_search(total, bags, room, searched):
+    """Columns of many ids, while there is memory for what is found."""
+    call = segments(total, bags)
+    for launch in call.plan(sms=4, results=[*call.results, *memory(room)]):
+        check_tiles(call, [launch])
+        assert check_searching(call, launch, room) == searched
+        assert check_searching(call, launch, room, "unaligned_") == searched
+        assert bool(len(launch["mends"])) == bool(searched)
+
+
+def test_without_memory_no_tile_searches():
+    call = segments(16384 * 20, 16384)
+    (launch,) = call.plan()
+    assert launch["tiles"]["columns"].all() and not len(launch["mends"])
+    types = constants()["dtype"]
+    bad = ([(types["int32"], [9])], [(types["uint8"], [3, 3])], memory() * 2)
+    for more in bad:
+        with pytest.raises(ValueError, match="recom"):
+            call.plan(results=[*call.results, *more])
+    splits, plain = jagged(1, 100, 7), lookups(1, 32)
+    with pytest.raises(ValueError, match="number of results"):
+        splits.plan(results=[*splits.results, *memory()])
+    for form in (SEARCHES, SEARCHES + REGION, SEARCHES + JAGGED):
+        words = plain.words()
+        words[5] = form
+        with pytest.raises(ValueError, match="recom launch"):
+            plain.plan(words=words)
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -298,7 +390,7 @@ def test_vectors_of_jagged_bags_need_near_rows(far):
         call, results=[(t, [n if n == 5 else wide for n in dims]) for t, dims in call.results]
     )
     tiles = np.concatenate([launch["tiles"] for launch in found.plan()])
-    aligned = [bool(t["aligned"]) for t in tiles if call.classes[t["cls"]][1] in (JAGGED, RUNS)]
+    aligned = [bool(t["aligned"]) for t in tiles if call.classes[t["cls"]][1] % SEARCHES in (JAGGED, RUNS)]
     assert aligned and aligned == [not far] * len(aligned)
 
 

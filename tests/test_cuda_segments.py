@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import struct
 from typing import Any
 
 import jax
@@ -154,3 +155,62 @@ def test_any_ids(data):
         data.draw(st.sampled_from(WAYS)), sms=data.draw(st.sampled_from((1, 3, 12, 40)))
     )
     check(seg, ways=[way], seed=int(rng.integers(1 << 30)))
+
+
+PROBE = """
+#include "recom_tile.cuh"
+namespace recom_cuda {
+struct Given {
+  const i32* seg;
+  i32* out;
+  i64 total;
+  i32 bag0, bag1;
+};
+}
+extern "C" __global__ void probe(const __grid_constant__ recom_cuda::Given p) {
+  using namespace recom_cuda;
+  const auto seg = [&](i32 q) -> i32 { return p.seg[q]; };
+  Gathered<16, 64> gathered;
+  i32 to = 0;
+  for (i32 low = p.bag0, bags; low < p.bag1; low = bags) {
+    bags = p.bag1;
+    gathered.gather(seg, p.total, low, bags);
+    for (i32 k = threadIdx.x; k < gathered.n; k += kThreads) p.out[to + 3 + k] = gathered.at(k);
+    if (threadIdx.x == 0) {
+      p.out[to] = bags;
+      p.out[to + 1] = gathered.n;
+      p.out[to + 2] = gathered.all;
+    }
+    to += 3 + gathered.n;
+  }
+}
+"""
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_gathered_positions(data):
+    """Each window of bags has its positions, in their order, as far as there is room; a bag without room has all."""
+    total = data.draw(st.sampled_from([1, 31, 255, 257, 2048, 2049, 5000]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    bag0, bags = data.draw(st.sampled_from([(0, 1), (0, 9), (3, 40), (100, 7)]))
+    spread = data.draw(st.sampled_from([1, 10, 100, 3000]))
+    seg = rng.integers(bag0 - spread, bag0 + bags + spread, total).astype(np.int32)
+    if data.draw(st.booleans()):
+        seg[rng.integers(0, total, min(total, 25))] = bag0 + bags - 1
+    kernel = cuda_emulation.kernel(PROBE, "probe", "recom_cuda::Given")
+    m = cuda_emulation.memory([seg], [np.empty((total + 3) * bags, np.int32)])
+    head = [r.base for r in m.regions]
+    params = struct.pack("<QQqii", *head, total, bag0, bag0 + bags)
+    kernel.launch(params, 1, m, order=data.draw(st.integers(0, 3)))
+    out, low = m.arrays[1].tolist(), bag0
+    while low < bag0 + bags:
+        high, n, everything = out[:3]
+        want = np.flatnonzero((seg >= low) & (seg < high)).tolist()
+        assert bool(everything) == (len(want) > 16)
+        if everything:
+            assert high == low + 1
+            want = list(range(total))
+        assert low < high <= bag0 + bags
+        assert out[3 : 3 + n] == want
+        out, low = out[3 + n :], high

@@ -80,9 +80,12 @@ class Regions(Pools):
         if self.jagged and not self.any_order:
             rounds = "team.most(end - span.begin)"
         self.put(f"const i32 most = {rounds};")
-        self.put("for (i32 done = 0; done < most; done += kOwn * team.size) {")
-        self.depth += 1
-        self.put("const i32 q0 = span.begin + done;")
+        if self.gathers(i):
+            self.gathered_loop(i.args[1])
+        else:
+            self.put("for (i32 done = 0; done < most; done += kOwn * team.size) {")
+            self.depth += 1
+            self.put("const i32 q0 = span.begin + done;")
         self.put("Position now[kOwn];")
         self.put("Read raw[kOwn];")
         self.unrolled("i", "kOwn", "raw[i] = read(q0 + i * team.size + team.rank);")
@@ -104,8 +107,9 @@ class Regions(Pools):
                 )
         if parts[1] or parts[2]:
             self.flights(i, parts, pools, numbers, rows, whole)
-        self.depth -= 1
-        self.put("}")
+        for _ in range(2 if self.gathers(i) else 1):
+            self.depth -= 1
+            self.put("}")
         self.finish(i, reductions, counts)
         for b in missing:
             dst, kind = b.args[2], KINDS[b.args[1]]
@@ -201,7 +205,8 @@ class Regions(Pools):
         self.put("const auto numbers = [&](i32 at_q, const Read& raw) -> Position {")
         self.depth += 1
         self.put("Position now;")
-        match = f" && seg_{region.args[1]}(at_q) == bag" if self.any_order else ""
+        known = not self.any_order or self.gathers(region)
+        match = "" if known else f" && seg_{region.args[1]}(at_q) == bag"
         self.put(f"const bool in = at_q < end{match};")
         self.place(region, any(b.op == "AFFINE" for b in code), "at_q")
         for b in code:
@@ -228,7 +233,8 @@ class Regions(Pools):
         self.position = "q"
         if not wanted:
             return
-        self.put(f"const i32 q = {at if inside else f'{at} < total ? {at} : total - 1'};")
+        here = at if inside else f"{at} < total ? {at} : total - 1"
+        self.put(f"const i32 q = {self.gathered_at(region, here)};")
         if not self.jagged and self.inner > 1:
             self.put("i32 rest_q = q;")
             for k in range(self.inner - 1, 0, -1):
@@ -237,12 +243,40 @@ class Regions(Pools):
                 self.put(f"rest_q /= static_cast<i32>({size});")
             self.put("const i32 q_0 = rest_q;")
 
+    def gathers(self, region: Instr) -> bool:
+        """Whether the block gathers its bags' positions first, whose order is any.
+
+        Of lengths it doesn't: they nearly never are negative, and such kernels need no shared memory otherwise.
+        """
+        splits = self.splits(region)
+        return self.any_order and (splits is None or splits[0] != "LENGTHS")
+
+    def gathered_loop(self, seg: int) -> None:
+        """The bag's positions among those gathered: each thread of the team asks one, and slices take turns with those found."""
+        self.put("for (i32 done = 0, met = 0; done < most; done += kLanes * kSlices) {")
+        self.depth += 1
+        self.put("const int rank = me.slice * kLanes + me.lane;")
+        self.put(f"const i32 asked = done + rank < end ? gathered_{seg}.at(done + rank) : -1;")
+        self.put(f"const bool is = asked >= 0 && seg_{seg}(asked) == bag;")
+        self.put("u32 those = said_by_team(is, kLanes * kSlices, rank);")
+        self.put("for (; those != 0; those &= those - 1) {")
+        self.depth += 1
+        self.put("if ((met++ & (kSlices - 1)) != me.slice) continue;")
+        self.put("const i32 q0 = done + __ffs(static_cast<int>(those)) - 1 - me.slice;")
+
+    def gathered_at(self, region: Instr, at: str) -> str:
+        """Which position the loop's number `at` is."""
+        return f"gathered_{region.args[1]}.at({at})" if self.gathers(region) else at
+
     def ranges(self, i: Instr) -> None:
         """How many positions there are, and which are the bag's."""
         if self.jagged:
             # What segment ids say of a tile needs no number of positions.
             unused = "[[maybe_unused]] " if self.splits(i) is None else ""
-            self.put(f"{unused}const i32 total = static_cast<i32>({self.slot(i.args[0])});")
+            total = f"static_cast<i32>({self.slot(i.args[0])})"
+            if self.gathers(i):
+                total = f"gathered_{i.args[1]}.n"
+            self.put(f"{unused}const i32 total = {total};")
         else:
             sizes = [self.slot(s) for s in i.args[1:]]
             self.put(f"const i32 total = static_cast<i32>({' * '.join(sizes) or '1'});")

@@ -198,6 +198,91 @@ RECOM_FN void mark_segments(const L& limits, const Tile& t, const Range& tile, c
   }
 }
 
+// ---- ids in any order ----
+
+// What the threads of a team have said, a bit each: `size` of a warp's threads side by side, a power of two. `rank`: this
+// one's. The whole warp says.
+RECOM_FN u32 said_by_team(bool yes, int size, int rank) {
+  const int first = static_cast<int>(threadIdx.x) % 32 - rank;
+  return __ballot_sync(0xffffffffu, yes) >> first & (0xffffffffu >> (32 - size));
+}
+
+// The positions of some bags, in their order, in bytes [kFrom, kFrom + kBytes) of the stage: the block goes through all ids
+// once, instead of once for each bag.
+template <int kFrom, int kBytes>
+struct Gathered {
+  static constexpr i32 kMost = kBytes / 4;
+  i32 n = 0;         // positions
+  bool all = false;  // there is no room: every position, whichever bag's
+
+  // Those of bags [bag0, bag1), fewer bags if there is no room: bag1 becomes what it is. The whole block calls it, and
+  // may have read what was there before until then.
+  template <class F>
+  RECOM_FN void gather(const F& seg, i64 total_wide, i32 bag0, i32& bag1) {
+    const i32 total = static_cast<i32>(total_wide);
+    n = count(seg, total, bag0, bag1);
+#pragma unroll 1
+    while (n > kMost && bag1 - bag0 > 1) {
+      bag1 = bag0 + (bag1 - bag0) / 2;
+      n = count(seg, total, bag0, bag1);
+    }
+    all = n > kMost;
+    if (all) n = total;
+  }
+  RECOM_FN i32 at(i32 k) const {
+    return all ? k : load_shared<i32>(memory() + static_cast<u32>(k) * 4);
+  }
+
+ private:
+  RECOM_FN static u32 memory() { return shared_address(stage_memory() + kFrom); }
+
+  // How many positions are those bags', each of which is written down while there is room: a warp has ids side by side, and
+  // knows from the others how many stand before its own. Goes on no further than to know that there are too many.
+  template <class F>
+  RECOM_FN i32 count(const F& seg, i32 total, i32 bag0, i32 bag1) const {
+    using T = decltype(seg(0));
+    constexpr int kFlight = 8, kWarps = kThreads / 32;
+    __shared__ i32 counts[2][kWarps];
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    const T low = static_cast<T>(bag0), high = static_cast<T>(bag1);
+    i32 before = 0;
+    int turn = 0;
+#pragma unroll 1
+    for (i32 q0 = 0; q0 < total && before <= kMost; q0 += kThreads * kFlight) {
+      const i32 mine = q0 + warp * (32 * kFlight) + lane;
+      T id[kFlight];
+      u32 theirs[kFlight];
+#pragma unroll
+      for (int u = 0; u < kFlight; ++u) id[u] = mine + u * 32 < total ? seg(mine + u * 32) : high;
+      i32 some = 0;
+#pragma unroll
+      for (int u = 0; u < kFlight; ++u) {
+        theirs[u] = __ballot_sync(0xffffffffu, id[u] >= low && id[u] < high);
+        some += __popc(theirs[u]);
+      }
+      if (lane == 0) counts[turn][warp] = some;
+      __syncthreads();
+      i32 at = before;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        at += w < warp ? counts[turn][w] : 0;
+        before += counts[turn][w];
+      }
+#pragma unroll
+      for (int u = 0; u < kFlight; ++u) {
+        const i32 k = at + __popc(theirs[u] & ((1u << lane) - 1));
+        if ((theirs[u] >> lane & 1) != 0 && k < kMost) {
+          store_shared(memory() + static_cast<u32>(k) * 4, static_cast<u32>(mine + u * 32));
+        }
+        at += __popc(theirs[u]);
+      }
+      turn ^= 1;  // a warp that is ahead writes where nobody reads any longer
+    }
+    __syncthreads();
+    return before;
+  }
+};
+
 }  // namespace recom_cuda
 
 #endif  // RECOM_JAX_CUDA_SEGMENTS_CUH_
