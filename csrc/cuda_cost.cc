@@ -108,8 +108,9 @@ int64_t run_bags(const UnitShape& u, const Geometry& g, double all, double left,
   return static_cast<int64_t>(std::max(std::min(bags, fit), 1.0));
 }
 
-int64_t mending_tiles(int64_t bags, int64_t searched, int sms) {
-  return std::clamp<int64_t>(int64_t{kMendingBlocks} * sms / searched, 1, bags);
+int64_t mending_tiles(int64_t bags, int64_t ids, int64_t searched, int sms) {
+  const int64_t spread = int64_t{kMendingBlocks} * sms / searched;
+  return std::clamp<int64_t>(std::max(spread, ids / kMended), 1, bags);
 }
 
 PlanChoice chosen(PlanChoice choice, bool uneven, double threads, int sms) {

@@ -96,9 +96,13 @@ class Planner {
     return out;
   }
 
+  static int64_t ids_of(const Unit& u) {
+    return std::llround(u.shape.positions * static_cast<double>(u.shape.bags));
+  }
+
   // Has the unit's tiles search, where it has so many ids and there is memory left.
   void let_search(Unit* u) {
-    const int64_t ids = std::llround(u->shape.positions * static_cast<double>(u->shape.bags));
+    const int64_t ids = ids_of(*u);
     const int64_t from = call_.searched_ids > 0 ? call_.searched_ids : kSearchedIds;
     if (ids < from || u->shape.bags < 1) return;
     const int64_t room = std::min(u->shape.bags, ids / std::min(kLeastSearched, from));
@@ -408,7 +412,7 @@ class Planner {
       Unit u = units[i];
       u.aligned = false;
       const Group g{i, 1, geometry(shape_of(u), 0, call_.sms, 0), 0, 0};
-      const int64_t n = mending_tiles(u.shape.bags, searched, call_.sms);
+      const int64_t n = mending_tiles(u.shape.bags, ids_of(u), searched, call_.sms);
       put_equal_tiles(u, g, first_word[i], divided(u.shape.bags, n), &tiles);
     }
     return tiles;

@@ -343,7 +343,7 @@ def test_tiles_search_many_segment_ids(form, columns):
 
 @pytest.mark.parametrize(
     ("total", "bags", "room", "searched"),
-    [(16383, 800, 1 << 16, 0), (16384, 800, 1 << 16, 1), (1 << 20, 1, 1 << 16, 1),
+    [(32767, 800, 1 << 16, 0), (32768, 800, 1 << 16, 1), (1 << 20, 1, 1 << 16, 1),
      (1 << 20, 1 << 20, 4096, 1), (1 << 20, 1 << 20, 4095, 0), (1 << 20, 0, 1 << 16, 0)],
 )  # fmt: skip
 def test_what_tiles_search(total, bags, room, searched):

@@ -134,7 +134,7 @@ def long_bags() -> float:
 def many_segments() -> float:
     """So many that tiles search them: in order, with two that are not, at random, and nearly all of them one bag's."""
     rng = np.random.default_rng(3)
-    n, total = 600, 20_000
+    n, total = 600, 40_000
     tables = [rng.normal(size=(300, dim)).astype(np.float32) for dim in (8, 36, 5)]
     ids = rng.integers(0, 300, total).astype(np.int32)
     weights = rng.normal(size=total).astype(np.float32)

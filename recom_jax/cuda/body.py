@@ -67,10 +67,16 @@ class Body(Runs):
             ]
         if self.any_order:
             head = [
-                "// The same for segment ids in any order: each bag looks for its positions.",
+                "// The same for segment ids in any order: each bag looks at every position.",
                 f"__device__ __noinline__ void {name}_any(const Params& p) {{",
                 "  constexpr int kVec = 1;",
                 "  const Tile t = tile_of(p);",
+            ]
+        if self.variant is Variant.MEND:
+            head = [
+                "// The same for a block that has gathered its bags' positions.",
+                f"__device__ __forceinline__ void {name}_mend(const Params& p, const Tile& t) {{",
+                "  constexpr int kVec = 1;",
             ]
         head += [
             f"  {lanes}",
@@ -177,11 +183,10 @@ class Body(Runs):
                 return
             if not self.searches:
                 self.searches = True
-                behind = f"me.words + {1 + len(self.cls.slots)}"
-                self.put(f"Looks looks = looks_of(p, t, {behind});")
+                self.put(f"const Looks looks{{p, me, {1 + len(self.cls.slots)}}};")
             self.put(f"Range tile_{seg};")
             self.put(f"if (!find_segments(seg_{seg}, {total}, t, looks, tile_{seg})) {{")
-            self.put(f"  if (looks.tiles == 0) class_{self.number}_any(p);")
+            self.put(f"  if (!searches(t)) class_{self.number}_any(p);")
             self.put("  return;")
             self.put("}")
             return

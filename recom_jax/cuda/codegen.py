@@ -20,6 +20,7 @@ from recom_jax.program import Program
 LAUNCH_MAGIC = 0x48434E554C4D4352
 LAUNCH_VERSION, TUNED_VERSION = 1, 2
 DEFAULT = Schedule()
+MENDING_BLOCKS = 2  # of a multiprocessor, as in csrc/cuda_cost.cc
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,11 +59,17 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
         "namespace recom_cuda {",
         "",
         *(line for f in functions for line in (*f, "")),
+        *(
+            line
+            for k, cls in enumerate(units.classes)
+            if searches[k]
+            for line in (*Body(cls, k, schedule, Variant.MEND).text(), "")
+        ),
         "}  // namespace recom_cuda",
         "",
         *_kernel(units, schedule),
         "",
-        *(_mending(units, schedule, searches) if any(searches) else []),
+        *(_mending(units, searches) if any(searches) else []),
     ]
     tuned = any(schedule.plan)
     words = [
@@ -93,9 +100,8 @@ def resident_blocks(units: Units) -> int:
     return 5
 
 
-def _head(name: str, units: Units, schedule: Schedule) -> list[str]:
-    """A kernel's first lines, up to its classes."""
-    blocks = schedule.blocks or resident_blocks(units)
+def _head(name: str, blocks: int) -> list[str]:
+    """A kernel's first lines, up to its classes. `blocks`: of a multiprocessor, that registers must suffice for."""
     return [
         f'extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, {blocks})',
         f"{name}(const __grid_constant__ recom_cuda::Params p) {{",
@@ -104,22 +110,23 @@ def _head(name: str, units: Units, schedule: Schedule) -> list[str]:
     ]
 
 
-def _mending(units: Units, schedule: Schedule, searches: Sequence[bool]) -> list[str]:
+def _mending(units: Units, searches: Sequence[bool]) -> list[str]:
     """The kernel that follows where tiles search their segment ids: it sums up what turns out to be in another order."""
     lines = [
         "// Where segment ids that tiles have searched do not ascend.",
-        *_head("recom_mend", units, schedule),
+        *_head("recom_mend", MENDING_BLOCKS),
     ]
     for k, (cls, may) in enumerate(zip(units.classes, searches, strict=True)):
         if may:
-            stride = 1 + len(cls.cls.slots)
-            call = f"if (!recom_cuda::all_ascend(p, t, {stride})) recom_cuda::class_{k}_any(p);"
-            lines.append(f"    case {k}: {call} break;")
+            asked = f"recom_cuda::all_ascend(p, t, {1 + len(cls.cls.slots)})"
+            lines.append(
+                f"    case {k}: if (!{asked}) recom_cuda::class_{k}_mend(p, t); break;"
+            )
     return [*lines, "  }", "}", ""]
 
 
 def _kernel(units: Units, schedule: Schedule) -> list[str]:
-    lines = _head("recom_fused", units, schedule)
+    lines = _head("recom_fused", schedule.blocks or resident_blocks(units))
     for k, cls in enumerate(units.classes):
         call = f"recom_cuda::class_{k}<1{', false' if cls.form == JAGGED else ''}>(p, t);"
         if cls.vec > 1:

@@ -27,7 +27,7 @@ class Regions(Pools):
 
     @property
     def any_order(self) -> bool:
-        return self.variant is Variant.ANY
+        return self.variant in (Variant.ANY, Variant.MEND)
 
     def region(self, i: Instr) -> None:
         """A loop over positions, and the reductions that it feeds."""
@@ -244,12 +244,8 @@ class Regions(Pools):
             self.put("const i32 q_0 = rest_q;")
 
     def gathers(self, region: Instr) -> bool:
-        """Whether the block gathers its bags' positions first, whose order is any.
-
-        Of lengths it doesn't: they nearly never are negative, and such kernels need no shared memory otherwise.
-        """
-        splits = self.splits(region)
-        return self.any_order and (splits is None or splits[0] != "LENGTHS")
+        """Whether the block gathers its bags' positions first, whose order is any."""
+        return self.variant is Variant.MEND and self.splits(region) is None
 
     def gathered_loop(self, seg: int) -> None:
         """The bag's positions among those gathered: each thread of the team asks one, and slices take turns with those found."""
@@ -340,7 +336,8 @@ class Regions(Pools):
                 ]
             else:
                 find.append(f"if (kStaged) mark_segments(limits_{seg}, t, tile_{seg}, seg_{seg});")
-                self.put(f"if (kStaged && looks.tiles > 0 && !tile_ascends(seg_{seg}, t, tile_{seg})) return;")
+                ascends = f"tile_ascends(seg_{seg}, t, tile_{seg})"
+                self.put(f"if (kStaged && searches(t) && !{ascends}) return;")
             copies = []
             for kind, b in kinds:
                 _, buffer, offset, *_ = b.args

@@ -100,12 +100,7 @@ RECOM_FN void look_at(const F& seg, i32 first, i32 end, i32 total, Seen<T>& seen
 // each with a look at every id. So nobody waits for anybody, and what order blocks run in makes no difference. Whatever the
 // ids are, a search ends inside of them; what it finds is checked before memory is addressed by it.
 
-// How a column's tiles search; if there are none, they look at everything.
-struct Looks {
-  u8* found = nullptr;  // by tile: whether what it has looked at ascends
-  i32 tile = 0, tiles = 0;
-  bool ok = true;  // of all ids that the tile has looked at
-};
+RECOM_FN bool searches(const Tile& t) { return t.columns == 0; }
 
 // The block's search, by 1,024 places a round: positions of bags [bag0, bag0 + bags), and whether `ok` holds for all.
 template <class F>
@@ -141,23 +136,25 @@ RECOM_FN bool search_segments(const F& seg, i32 total, const Tile& t, bool ok, R
 }
 
 // Whether `total` segment ids ascend, as far as the block can tell; if so, `tile` is the positions of bags [bag0, bag0 + bags).
-// If not, it has to sum its bags up another way; but where it searches, others will do it. The whole block asks.
-template <class F>
-RECOM_FN bool find_segments(const F& seg, i64 total_wide, const Tile& t, Looks& looks, Range& tile) {
+// If not, it has to sum its bags up another way; but where it searches, others will do it. The whole block asks. Of a class
+// with segment ids of several kinds the last one's answer stays behind, as no block that has said no asks any further.
+template <class F, class L>
+RECOM_FN bool find_segments(const F& seg, i64 total_wide, const Tile& t, const L& looks, Range& tile) {
   using T = decltype(seg(0));
   const i32 total = static_cast<i32>(total_wide);  // the plan lets no more than 2^30 through
   Seen<T> seen{static_cast<T>(t.bag0), static_cast<T>(t.bag0 + t.bags)};
   i32 first = 0, end = total;
-  if (looks.tiles > 0) {
-    const i32 share = static_cast<i32>(static_cast<u32>(total + looks.tiles - 1) / static_cast<u32>(looks.tiles));
-    first = looks.tile * share < total ? looks.tile * share : total;
+  if (searches(t)) {
+    const u32 tiles = looks.tiles();
+    const i32 share = static_cast<i32>((static_cast<u32>(total) + tiles - 1) / tiles), at = looks.tile(t) * share;
+    first = at < total ? at : total;
     end = first + share < total ? first + share : total;
   }
   look_at(seg, first, end, total, seen);
-  if (looks.tiles > 0) {
-    looks.ok = search_segments(seg, total, t, looks.ok && seen.ok, tile);
-    if (threadIdx.x == 0) looks.found[looks.tile] = looks.ok;
-    return looks.ok;
+  if (searches(t)) {
+    const bool ok = search_segments(seg, total, t, seen.ok, tile);
+    if (threadIdx.x == 0) looks.found()[looks.tile(t)] = ok;
+    return ok;
   }
   const bool ok = sum_block(seen.before, seen.upto, seen.ok);
   tile = Range{seen.before, seen.upto};
