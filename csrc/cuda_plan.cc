@@ -404,8 +404,8 @@ class Planner {
   // Tiles of recom_mend, for all bags of units that search. It reads no vectors.
   std::vector<Tile> mending(const std::vector<Unit>& units,
                             const std::vector<int64_t>& first_word) const {
-    const auto searched = std::count_if(units.begin(), units.end(),
-                                        [](const Unit& u) { return u.room > 0; });
+    const auto searched =
+        std::count_if(units.begin(), units.end(), [](const Unit& u) { return u.room > 0; });
     std::vector<Tile> tiles;
     for (size_t i = 0; i < units.size(); ++i) {
       if (units[i].room == 0) continue;

@@ -126,7 +126,8 @@ std::vector<double> time_launches(std::string_view image, int pointers,
     d.check(d.module_function(&point, module, "recom_point"), "find the table's kernel");
   }
   Function mend = nullptr;
-  if (std::any_of(launches.begin(), launches.end(), [](const auto& l) { return !l.mends.empty(); })) {
+  if (std::any_of(launches.begin(), launches.end(),
+                  [](const auto& l) { return !l.mends.empty(); })) {
     d.check(d.module_function(&mend, module, "recom_mend"), "find the kernel that mends");
   }
   Stream stream;

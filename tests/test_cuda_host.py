@@ -77,7 +77,12 @@ def test_where_tiles_search_a_second_kernel_follows(facts):
     assert (few["execute"]["error"], few["execute"]["launches"]) == ("", 1)
     for name in ("execute", "unaligned"):
         seen = many[name]
-        assert (seen["error"], seen["launches"], seen["driver"], seen["allocations"]) == ("", 2, 3, 0)
+        assert (seen["error"], seen["launches"], seen["driver"], seen["allocations"]) == (
+            "",
+            2,
+            3,
+            0,
+        )
         assert 1 <= seen["grid"] <= 4 * 132
     assert sorted(many["execute"]["words"][HEAD:]) == many["addresses"]
     assert many["execute"]["words"][0] != many["unaligned"]["words"][0]

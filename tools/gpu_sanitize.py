@@ -4,7 +4,8 @@ compute-sanitizer --tool memcheck python tools/gpu_sanitize.py
 
 The tools are memcheck, racecheck, synccheck and initcheck. The columns run twice, the second time with buffers'
 addresses in a table on the device, as those of calls with thousands of buffers are; then bags that take a block,
-segment ids that tiles search, and gradients. XLA_PYTHON_CLIENT_ALLOCATOR=platform gives each array memory of its own, so that memcheck sees where it ends.
+segment ids that tiles search (both ways), and gradients. XLA_PYTHON_CLIENT_ALLOCATOR=platform gives each array memory
+of its own, so that memcheck sees where it ends.
 """
 
 import pathlib

@@ -5,7 +5,8 @@ Bag space is straight-line code, run once a bag and lane; regions.py has the loo
 
 from __future__ import annotations
 
-from recom_jax.cuda.regions import BAGS, STAGE_BYTES
+from recom_jax.cuda.orders import BAGS
+from recom_jax.cuda.regions import STAGE_BYTES
 from recom_jax.cuda.runs import STAGE_BYTES as RUN_STAGE_BYTES
 from recom_jax.cuda.runs import Runs
 from recom_jax.cuda.text import TYPES, Unsupported, Variant

@@ -111,7 +111,7 @@ def _head(name: str, blocks: int) -> list[str]:
 
 
 def _mending(units: Units, searches: Sequence[bool]) -> list[str]:
-    """The kernel that follows where tiles search their segment ids: it sums up what turns out to be in another order."""
+    """The kernel behind tiles that search their segment ids: it sums up what turns out to be in another order."""
     lines = [
         "// Where segment ids that tiles have searched do not ascend.",
         *_head("recom_mend", MENDING_BLOCKS),
@@ -119,9 +119,7 @@ def _mending(units: Units, searches: Sequence[bool]) -> list[str]:
     for k, (cls, may) in enumerate(zip(units.classes, searches, strict=True)):
         if may:
             asked = f"recom_cuda::all_ascend(p, t, {1 + len(cls.cls.slots)})"
-            lines.append(
-                f"    case {k}: if (!{asked}) recom_cuda::class_{k}_mend(p, t); break;"
-            )
+            lines.append(f"    case {k}: if (!{asked}) recom_cuda::class_{k}_mend(p, t); break;")
     return [*lines, "  }", "}", ""]
 
 

@@ -107,9 +107,7 @@ def emulate(
             m.readable(len(operands) + len(results))
             tiles = struct.pack("<Q", m.add(launch.mends))
             grid = len(launch.mends) // 32
-            compiled.launch(
-                tiles + params[8:], grid, m, order=options.order, entry="emu_mend"
-            )
+            compiled.launch(tiles + params[8:], grid, m, order=options.order, entry="emu_mend")
     for a, b in zip(operands, m.arrays, strict=False):
         assert a.tobytes() == b.tobytes(), "an operand changed"
     return [a.copy() for a in m.arrays[len(operands) : len(operands) + len(results)]]
@@ -160,9 +158,7 @@ def _launches(
     kind, mends = "tiles", "mends"
     if options.tiles != "real":
         kind, mends = "unaligned", "unaligned_mends"
-    return [
-        Launch(x[kind], x["words"], tuple(x["buffers"]), x[mends]) for x in made["launches"]
-    ]
+    return [Launch(x[kind], x["words"], tuple(x["buffers"]), x[mends]) for x in made["launches"]]
 
 
 def _type(a: Array) -> tuple[int, list[int]]:

@@ -1,4 +1,4 @@
-// Where the bags of a tile lie, of segment ids that ascend: nobody searches.
+// Where the bags of a tile lie, of segment ids that ascend: few enough to look at, or many.
 
 #ifndef RECOM_JAX_CUDA_SEGMENTS_CUH_
 #define RECOM_JAX_CUDA_SEGMENTS_CUH_
