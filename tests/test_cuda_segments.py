@@ -27,7 +27,7 @@ WAYS = (
     Options(search=1),
     Options(search=1, sms=40, order=1),
     Options(search=1, tiles="unaligned", sms=12, order=2),
-    Options(search=1, sms=1, order=3),
+    Options(search=1, sms=1, order=3, pointers=0),
 )
 
 
@@ -134,6 +134,19 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_ids(name):
     check(made(name))
+
+
+@pytest.mark.parametrize(("name", "right"), [("sorted", True), ("two out of order", False)])
+def test_what_is_out_of_order_is_mended(name, right):
+    """By the second kernel; in order, the first one's results are the results."""
+    seg, given = made(name).astype(np.int32), values()
+    way = Options(search=1, sms=12)
+    want = run(seg, *given, options=way)
+    alone = run(seg, *given, options=dataclasses.replace(way, mended=False))
+    assert right == all(
+        np.array_equal(a, b, equal_nan=True)
+        for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(want), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["sorted", "at random", "extremes"])
