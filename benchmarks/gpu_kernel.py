@@ -98,8 +98,9 @@ def time_kernel(
     vectors: bool = True,
     search: int = 0,
 ) -> Timed:
-    """Times the kernel, and the one that mends behind it, if any. `flush`: bytes of device memory overwritten before each repeat (0: caches stay warm).
+    """Times the kernel, and the one that mends behind it, if any.
 
+    `flush`: bytes of device memory overwritten before each repeat (0: caches stay warm).
     `schedule`: another than the untuned one; `vectors`: whether rows are read and written in whole vectors.
     `search`: segment ids of a column from which on tiles search them, 0: as the plan likes, -1: none.
     """
