@@ -68,16 +68,10 @@ class Body(Runs):
             ]
         if self.any_order:
             head = [
-                "// The same for segment ids in any order: each bag looks at every position.",
+                "// The same for segment ids in any order.",
                 f"__device__ __noinline__ void {name}_any(const Params& p) {{",
                 "  constexpr int kVec = 1;",
                 "  const Tile t = tile_of(p);",
-            ]
-        if self.variant is Variant.MEND:
-            head = [
-                "// The same for a block that has gathered its bags' positions.",
-                f"__device__ __forceinline__ void {name}_mend(const Params& p, const Tile& t) {{",
-                "  constexpr int kVec = 1;",
             ]
         head += [
             f"  {lanes}",

@@ -59,12 +59,6 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
         "namespace recom_cuda {",
         "",
         *(line for f in functions for line in (*f, "")),
-        *(
-            line
-            for k, cls in enumerate(units.classes)
-            if searches[k]
-            for line in (*Body(cls, k, schedule, Variant.MEND).text(), "")
-        ),
         "}  // namespace recom_cuda",
         "",
         *_kernel(units, schedule),
@@ -119,7 +113,7 @@ def _mending(units: Units, searches: Sequence[bool]) -> list[str]:
     for k, (cls, may) in enumerate(zip(units.classes, searches, strict=True)):
         if may:
             asked = f"recom_cuda::all_ascend(p, t, {1 + len(cls.cls.slots)})"
-            lines.append(f"    case {k}: if (!{asked}) recom_cuda::class_{k}_mend(p, t); break;")
+            lines.append(f"    case {k}: if (!{asked}) recom_cuda::class_{k}_any(p); break;")
     return [*lines, "  }", "}", ""]
 
 

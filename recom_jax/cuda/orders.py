@@ -20,11 +20,11 @@ class Orders(Pools):
 
     @property
     def any_order(self) -> bool:
-        return self.variant in (Variant.ANY, Variant.MEND)
+        return self.variant is Variant.ANY
 
     def gathers(self, region: Instr) -> bool:
         """Whether the block gathers its bags' positions first, whose order is any."""
-        return self.variant is Variant.MEND and self.splits(region) is None
+        return self.any_order and self.splits(region) is None
 
     def gathered_loop(self, seg: int) -> None:
         """The bag's positions among those gathered: threads of its team ask one each, slices take turns."""

@@ -58,13 +58,11 @@ class Schedule:
 
 
 class Variant(enum.Enum):
-    """Which of a class's functions a text is. Jagged bags have two, one more if `Schedule.long`, and one more if their
-    tiles may search; others one."""
+    """Which of a class's functions a text is. Jagged bags have two or, if `Schedule.long`, three; others one."""
 
     USUAL = 0
     ANY = 1  # segment ids in any order
     LONG = 2  # bags that all warps of a block sum up
-    MEND = 3  # as ANY, in a kernel of its own: a block gathers its bags' positions before it sums them up
 
 
 class Text:
