@@ -58,40 +58,6 @@ struct Seen {
   }
 };
 
-// Positions [first, end) of `total`: those that the threads of a block look at, and the next one.
-template <class T, class F>
-RECOM_FN void look_at(const F& seg, i32 first, i32 end, i32 total, Seen<T>& seen) {
-  constexpr i32 kFlight = 16, kRound = kThreads * kFlight, kLess = 8;
-  const i32 whole = end < total ? end : total - 1;  // positions that have a next one
-  i32 q = first + static_cast<i32>(threadIdx.x);
-#pragma unroll 1
-  for (; q + kRound - kThreads < whole; q += kRound) {
-    T here[kFlight], next[kFlight];
-#pragma unroll
-    for (int u = 0; u < kFlight; ++u) {
-      here[u] = seg(q + u * kThreads);
-      next[u] = seg(q + u * kThreads + 1);
-    }
-#pragma unroll
-    for (int u = 0; u < kFlight; ++u) seen.see(here[u], next[u]);
-  }
-  // What is left is less than a round: positions behind the end are the last one's.
-#pragma unroll 1
-  for (; q < end; q += kThreads * kLess) {
-    T here[kLess], next[kLess];
-#pragma unroll
-    for (int u = 0; u < kLess; ++u) {
-      const i32 at = q + u * kThreads < end ? q + u * kThreads : end - 1;
-      here[u] = seg(at);
-      next[u] = seg(at + 1 < total ? at + 1 : at);
-    }
-#pragma unroll
-    for (int u = 0; u < kLess; ++u) {
-      if (q + u * kThreads < end) seen.see(here[u], next[u]);
-    }
-  }
-}
-
 // ---- many ids ----
 //
 // Looks at all of them grow with the square of a column. Where the plan says so (Tile::columns is 0), a block trusts that
@@ -100,11 +66,12 @@ RECOM_FN void look_at(const F& seg, i32 first, i32 end, i32 total, Seen<T>& seen
 // each with a look at every id. So nobody waits for anybody, and what order blocks run in makes no difference. Whatever the
 // ids are, a search ends inside of them; what it finds is checked before memory is addressed by it.
 
-RECOM_FN bool searches(const Tile& t) { return t.columns == 0; }
+// Unlikely: where few ids are looked at, as nearly always, no time is to be lost.
+RECOM_FN bool searches(const Tile& t) { return __builtin_expect(t.columns == 0, 0); }
 
 // The block's search, by 1,024 places a round: positions of bags [bag0, bag0 + bags), and whether `ok` holds for all.
 template <class F>
-RECOM_FN bool search_segments(const F& seg, i32 total, const Tile& t, bool ok, Range& tile) {
+RECOM_FN bool search_block(const F& seg, i32 total, const Tile& t, bool ok, Range& tile) {
   using T = decltype(seg(0));
   constexpr i32 kProbes = 4, kWays = kThreads * kProbes;
   const T bag0 = static_cast<T>(t.bag0), bag1 = static_cast<T>(t.bag0 + t.bags);
@@ -135,29 +102,25 @@ RECOM_FN bool search_segments(const F& seg, i32 total, const Tile& t, bool ok, R
   return all;
 }
 
-// Whether `total` segment ids ascend, as far as the block can tell; if so, `tile` is the positions of bags [bag0, bag0 + bags).
-// If not, it has to sum its bags up another way; but where it searches, others will do it. The whole block asks. Of a class
-// with segment ids of several kinds the last one's answer stays behind, as no block that has said no asks any further.
+// Whether those of `total` ids ascend that this thread looks at, and their neighbours: the block looks at [first, end).
+template <class F>
+RECOM_FN bool share_ascends(const F& seg, i32 first, i32 end, i32 total) {
+  bool ok = true;
+#pragma unroll 4
+  for (i32 q = first + static_cast<i32>(threadIdx.x); q < end; q += kThreads) {
+    ok &= seg(q) <= seg(q + 1 < total ? q + 1 : q);
+  }
+  return ok;
+}
+// Finds the positions of a tile's bags; false if the block has seen ids that don't ascend: then its sums don't count. Of a
+// class with segment ids of several kinds the last one's answer stays behind, as no block that has said no asks any further.
 template <class F, class L>
-RECOM_FN bool find_segments(const F& seg, i64 total_wide, const Tile& t, const L& looks, Range& tile) {
-  using T = decltype(seg(0));
-  const i32 total = static_cast<i32>(total_wide);  // the plan lets no more than 2^30 through
-  Seen<T> seen{static_cast<T>(t.bag0), static_cast<T>(t.bag0 + t.bags)};
-  i32 first = 0, end = total;
-  if (searches(t)) {
-    const u32 tiles = looks.tiles();
-    const i32 share = static_cast<i32>((static_cast<u32>(total) + tiles - 1) / tiles), at = looks.tile(t) * share;
-    first = at < total ? at : total;
-    end = first + share < total ? first + share : total;
-  }
-  look_at(seg, first, end, total, seen);
-  if (searches(t)) {
-    const bool ok = search_segments(seg, total, t, seen.ok, tile);
-    if (threadIdx.x == 0) looks.found()[looks.tile(t)] = ok;
-    return ok;
-  }
-  const bool ok = sum_block(seen.before, seen.upto, seen.ok);
-  tile = Range{seen.before, seen.upto};
+RECOM_FN bool search_segments(const F& seg, i32 total, const Tile& t, const L& looks, Range& tile) {
+  const u32 tiles = looks.tiles();
+  const i32 share = static_cast<i32>((static_cast<u32>(total) + tiles - 1) / tiles), at = looks.tile(t) * share;
+  const i32 first = at < total ? at : total, end = first + share < total ? first + share : total;
+  const bool ok = search_block(seg, total, t, share_ascends(seg, first, end, total), tile);
+  if (threadIdx.x == 0) looks.found()[looks.tile(t)] = ok;
   return ok;
 }
 // Whether the ids at a tile's positions ascend and are its bags': if all of the column do, they are. The whole block asks.
@@ -171,6 +134,48 @@ RECOM_FN bool tile_ascends(const F& seg, const Tile& t, const Range& tile) {
     ok &= here >= static_cast<T>(t.bag0) && here <= next && next < static_cast<T>(t.bag0 + t.bags);
   }
   return __syncthreads_and(ok) != 0;
+}
+
+// Whether `total` segment ids ascend; if so, `tile` is the positions of bags [bag0, bag0 + bags).
+// The whole block asks. Where it searches, a no doesn't mean that it has to sum its bags up another
+// way: others will.
+template <class F, class L>
+RECOM_FN bool find_segments(const F& seg, i64 total_wide, const Tile& t, const L& looks, Range& tile) {
+  using T = decltype(seg(0));
+  constexpr i32 kFlight = 16, kRound = kThreads * kFlight, kLess = 8;
+  const i32 total = static_cast<i32>(total_wide);  // the plan lets no more than 2^30 through
+  if (searches(t)) return search_segments(seg, total, t, looks, tile);
+  Seen<T> seen{static_cast<T>(t.bag0), static_cast<T>(t.bag0 + t.bags)};
+  i32 q = static_cast<i32>(threadIdx.x);
+#pragma unroll 1
+  for (; q + kRound - kThreads + 1 < total; q += kRound) {
+    T here[kFlight], next[kFlight];
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) {
+      here[u] = seg(q + u * kThreads);
+      next[u] = seg(q + u * kThreads + 1);
+    }
+#pragma unroll
+    for (int u = 0; u < kFlight; ++u) seen.see(here[u], next[u]);
+  }
+  // What is left is less than a round: positions behind the end are the last one's.
+#pragma unroll 1
+  for (; q < total; q += kThreads * kLess) {
+    T here[kLess], next[kLess];
+#pragma unroll
+    for (int u = 0; u < kLess; ++u) {
+      const i32 at = q + u * kThreads < total ? q + u * kThreads : total - 1;
+      here[u] = seg(at);
+      next[u] = seg(at + 1 < total ? at + 1 : at);
+    }
+#pragma unroll
+    for (int u = 0; u < kLess; ++u) {
+      if (q + u * kThreads < total) seen.see(here[u], next[u]);
+    }
+  }
+  const bool ok = sum_block(seen.before, seen.upto, seen.ok);
+  tile = Range{seen.before, seen.upto};
+  return ok;
 }
 
 // Writes a tile's limits where its segment ids change. They ascend, so every limit is written, and
