@@ -62,9 +62,9 @@ struct Seen {
 //
 // Looks at all of them grow with the square of a column. Where the plan says so (Tile::columns is 0), a block trusts that
 // they ascend: it searches its bags, looks at its share of the ids, and leaves behind whether those ascend. When all blocks
-// are through, kernel recom_mend asks what they have left, and if any id is out of order sums the column's bags up anew,
-// each with a look at every id. So nobody waits for anybody, and what order blocks run in makes no difference. Whatever the
-// ids are, a search ends inside of them; what it finds is checked before memory is addressed by it.
+// are through, kernel recom_mend asks what they have left, and if any id is out of order sums the column's bags up anew. So
+// nobody waits for anybody, and what order blocks run in makes no difference. Whatever the ids are, a search ends inside of
+// them, and what it finds is checked before memory is addressed by it.
 
 // Unlikely: where few ids are looked at, as nearly always, no time is to be lost.
 RECOM_FN bool searches(const Tile& t) { return __builtin_expect(t.columns == 0, 0); }
