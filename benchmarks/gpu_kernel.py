@@ -26,6 +26,7 @@ class Kernel:
     operands: tuple[jax.Array, ...]
     results: tuple[jax.Array, ...]
     pointers: int
+    found: tuple[jax.Array, ...] = ()  # memory for what tiles that search segment ids find
 
     @property
     def operand_bytes(self) -> int:
@@ -64,9 +65,12 @@ def kernel_of(fn: Any, *args: Any, options: Options | None = None) -> Kernel:
     operands = tuple(jax.device_put(where[id(v)]) for v in scheduled.operands)
     results = tuple(jnp.full(o.var.aval.shape, 7, o.var.aval.dtype) for o in scheduled.outputs)
     jax.block_until_ready((operands, results))
-    n = len(operands) + len(results)
     made = codegen.generate(scheduled.program)
-    return Kernel(scheduled.program, made, operands, results, cuda_kernel.bucket(n))
+    found: tuple[jax.Array, ...] = ()
+    if cuda_kernel.searches(made.launch):
+        found = (jax.block_until_ready(jnp.zeros(cuda_kernel.FOUND_BYTES, jnp.uint8)),)
+    n = len(operands) + len(results) + len(found)
+    return Kernel(scheduled.program, made, operands, results, cuda_kernel.bucket(n), found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +96,16 @@ def time_kernel(
     slice_positions: float = 0,
     schedule: codegen.Schedule | None = None,
     vectors: bool = True,
+    search: int = 0,
 ) -> Timed:
-    """Times the kernel. `flush`: bytes of device memory overwritten before each repeat (0: caches stay warm).
+    """Times the kernel, and the one that mends behind it, if any.
 
+    `flush`: bytes of device memory overwritten before each repeat (0: caches stay warm).
     `schedule`: another than the untuned one; `vectors`: whether rows are read and written in whole vectors.
+    `search`: segment ids of a column from which on tiles search them, 0: as the plan likes, -1: none.
     """
     made = codegen.generate(kernel.program, schedule) if schedule else kernel.generated
+    found = kernel.found if search >= 0 else ()
     c = ffi.extension().constants()["dtype"]
     layout = np.array([x for k in range(len(kernel.operands)) for x in (k, -1, 0)], np.int64)
     plan = _recom.cuda_plan(
@@ -105,12 +113,13 @@ def time_kernel(
         made.launch,
         layout,
         [(c[str(x.dtype)], list(x.shape)) for x in kernel.operands],
-        [(c[str(x.dtype)], list(x.shape)) for x in kernel.results],
+        [(c[str(x.dtype)], list(x.shape)) for x in (*kernel.results, *found)],
         sms or _recom.cuda_info()["devices"][0]["sms"],
         kernel.pointers,
         slice_positions,
+        max(search, 0),
     )
-    addresses = [x.unsafe_buffer_pointer() for x in (*kernel.operands, *kernel.results)]
+    addresses = [x.unsafe_buffer_pointer() for x in (*kernel.operands, *kernel.results, *found)]
     launches = [
         (
             one["tiles" if vectors else "unaligned"],
@@ -120,7 +129,10 @@ def time_kernel(
         for one in plan["launches"]
     ]
     ptx = nvrtc.ptx(made.source, kernel.pointers)
-    ms = _recom.cuda_time(ptx.text, kernel.pointers, launches, 0, calls, repeats, flush)
+    mends = [one["mends" if vectors else "unaligned_mends"] for one in plan["launches"]]
+    ms = _recom.cuda_time(
+        ptx.text, kernel.pointers, launches, 0, calls, repeats, flush, mends=mends
+    )
     tile = 32
     return Timed(tuple(ms), len(launches), sum(len(t) // tile for t, _, _ in launches))
 

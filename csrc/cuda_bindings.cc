@@ -41,11 +41,12 @@ py::bytes bytes_of(const std::vector<T>& v) {
 
 py::dict cuda_plan(std::string_view program, std::string_view launch,
                    const py::array_t<int64_t, py::array::c_style>& layout, const Types& operands,
-                   const Types& results, int sms, int pointers, double slice_positions) {
+                   const Types& results, int sms, int pointers, double slice_positions,
+                   int64_t searched_ids) {
   const auto decoded = decode_program(program);
   const CudaPlan plan = make_cuda_plan(
       *decoded, {launch, layout.data(), static_cast<int64_t>(layout.size()), buffers(operands),
-                 buffers(results), sms, pointers, slice_positions});
+                 buffers(results), sms, pointers, slice_positions, searched_ids});
   py::list launches;
   for (const CudaLaunch& l : plan.launches) {
     py::dict d;
@@ -54,6 +55,8 @@ py::dict cuda_plan(std::string_view program, std::string_view launch,
     d["words"] = bytes_of(l.words);
     d["buffers"] = l.buffers;
     d["pointers"] = pointers;
+    d["mends"] = bytes_of(l.mends);
+    d["unaligned_mends"] = bytes_of(l.unaligned.empty() ? l.mends : l.unaligned_mends);
     launches.append(d);
   }
   py::dict out;
@@ -133,9 +136,13 @@ py::tuple nvrtc_compile(const std::vector<std::string>& paths, std::string text,
 std::vector<double> cuda_time(
     std::string_view image, int pointers,
     const std::vector<std::tuple<std::string, std::string, std::vector<uint64_t>>>& launches,
-    int device, int calls, int repeats, int64_t flush_bytes, int shared_percent) {
+    int device, int calls, int repeats, int64_t flush_bytes, int shared_percent,
+    const std::vector<std::string>& mends) {
   std::vector<TimedLaunch> timed;
-  for (const auto& [tiles, words, buffers] : launches) timed.push_back({tiles, words, buffers});
+  for (const auto& [tiles, words, buffers] : launches) {
+    const size_t k = timed.size();
+    timed.push_back({tiles, words, buffers, k < mends.size() ? mends[k] : std::string_view()});
+  }
   const py::gil_scoped_release release;
   return time_launches(image, pointers, timed, device, calls, repeats, flush_bytes, shared_percent);
 }
@@ -145,12 +152,13 @@ std::vector<double> cuda_time(
 void bind_cuda(py::module_& m) {
   m.def("cuda_plan", &cuda_plan, py::arg("program"), py::arg("launch"), py::arg("layout"),
         py::arg("operands"), py::arg("results"), py::arg("sms"), py::arg("pointers"),
-        py::arg("slice_positions") = 0.0,
+        py::arg("slice_positions") = 0.0, py::arg("searched_ids") = 0,
         "The launches of a call, for tests: tiles and words as recom_abi.h lays them out.");
   m.def("cuda_time", &cuda_time, py::arg("image"), py::arg("pointers"), py::arg("launches"),
         py::arg("device"), py::arg("calls"), py::arg("repeats"), py::arg("flush_bytes"),
-        py::arg("shared_percent") = -1,
-        "Milliseconds per call of (tiles, words, addresses) launches, by device events.");
+        py::arg("shared_percent") = -1, py::arg("mends") = std::vector<std::string>(),
+        "Milliseconds per call of (tiles, words, addresses) launches, by device events. `mends`: "
+        "tiles of recom_mend, for each launch that it follows.");
   py::class_<Delivery, std::shared_ptr<Delivery>>(m, "Delivery", "A call's results on the host.")
       .def("begin", &Delivery::Begin, py::arg("nbytes"), py::arg("ordinal"),
            "For a new call, whose results take that many bytes.")

@@ -28,6 +28,9 @@ constexpr double kRunShares = 1.5, kMostRunCost = 40000;
 // tile's cost, a multiprocessor has one tile.
 constexpr double kLook = 1.0 / 2048, kRunLook = 0.3;
 
+// Blocks that mend, of a multiprocessor.
+constexpr int kMendingBlocks = 2;
+
 int floor_power_of_two(double x) {
   int p = 1;
   while (p < 32 && 2 * p <= x) p *= 2;
@@ -103,6 +106,11 @@ int64_t run_bags(const UnitShape& u, const Geometry& g, double all, double left,
   if (u.looks * kRunLook > bags * bag) bags = std::max(bags, each);
   const double fit = kRunStageWords / (u.positions + 1);
   return static_cast<int64_t>(std::max(std::min(bags, fit), 1.0));
+}
+
+int64_t mending_tiles(int64_t bags, int64_t ids, int64_t searched, int sms) {
+  const int64_t spread = int64_t{kMendingBlocks} * sms / searched;
+  return std::clamp<int64_t>(std::max(spread, ids / kMended), 1, bags);
 }
 
 PlanChoice chosen(PlanChoice choice, bool uneven, double threads, int sms) {

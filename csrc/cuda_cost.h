@@ -24,6 +24,11 @@ inline constexpr double kStageWords = 3580;
 // tile should cost at least, for its beginning takes as long as half of that, and words as above
 // for the larger stage of such kernels (runs.py).
 inline constexpr double kRunPosition = 4, kLeastRunCost = 10000, kRunStageWords = 5370;
+// Segment ids of a column from which on its tiles search instead of looking at all of them: then
+// recom_mend follows, which takes as long as a look at about so many. A tile that searches has at
+// least kLeastSearched of them, for a byte of memory each; one that mends has room for those of its
+// bags, and aims at kMended.
+inline constexpr int64_t kSearchedIds = 32768, kLeastSearched = 256, kMended = 2048;
 // A store's run of adjacent columns: a whole cache line, or two sectors of 32 bytes, likewise.
 inline constexpr int64_t kRunBytes = 128, kEvenRunBytes = 64;
 
@@ -72,6 +77,10 @@ int64_t jagged_passes(const UnitShape& unit, const Geometry& g, int64_t bags_per
 int64_t run_bags(const UnitShape& unit, const Geometry& g, double all, double left, int sms);
 // What all bags of a unit cost so.
 double run_cost(const UnitShape& unit, const Geometry& g);
+
+// Tiles that mend a unit of `searched` that search: enough to fill the device, and no more than are
+// needed, as each looks at all ids if it has anything to do.
+int64_t mending_tiles(int64_t bags, int64_t ids, int64_t searched, int sms);
 
 // What is left to the model in `choice`. `uneven`: some bags are jagged.
 PlanChoice chosen(PlanChoice choice, bool uneven, double threads, int sms);

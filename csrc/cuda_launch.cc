@@ -52,7 +52,9 @@ CudaClass read_class(Reader* r, const Program& p) {
   CudaClass k;
   k.program_class = r->below(p.classes.size(), "launch: program class");
   const ColumnClass& c = p.classes[k.program_class];
-  k.form = r->below(recom_cuda::kRuns + 1, "launch: form");
+  const int form = r->below(recom_cuda::kRuns + recom_cuda::kSearches + 1, "launch: form");
+  k.form = form % recom_cuda::kSearches;
+  k.searches = form >= recom_cuda::kSearches;
   const int64_t width = r->next();
   check(width >= -1 && width < static_cast<int64_t>(c.slot_kinds.size()), "no such width slot");
   k.width_slot = static_cast<int>(width);
@@ -70,6 +72,7 @@ CudaClass read_class(Reader* r, const Program& p) {
   }
   const bool runs = k.form == recom_cuda::kRuns && want == recom_cuda::kJagged && k.vec > 1;
   check(k.form == want || runs, "a class's form is not its code's");
+  check(!k.searches || want == recom_cuda::kJagged, "a class without segment ids searches none");
   return k;
 }
 

@@ -26,6 +26,7 @@ struct CudaClass {
   int form;        // recom_cuda::Form
   int width_slot;  // -1: scalar
   int vec;
+  bool searches;  // tiles may search their segment ids; the kernel can mend what they got wrong
   std::vector<int>
       ops;  // of the program class, those that this width's stores need, stores included
   std::vector<int> stores;  // among them

@@ -20,17 +20,18 @@ namespace recom {
 
 using cuda::Driver;
 
-// Kernels of a module; `point` only where the call's addresses come in a table.
+// Kernels of a module; `point` only where the call's addresses come in a table, `mend` where tiles
+// may search.
 struct Functions {
-  cuda::Function fused = nullptr, point = nullptr;
+  cuda::Function fused = nullptr, point = nullptr, mend = nullptr;
 };
 
 // One call's kernels on one device. Never freed, so that plain pointers to it may be kept.
 class PreparedCall {
  public:
   struct Launch {
-    cuda::Pointer tiles, unaligned, words;
-    unsigned n_tiles, n_unaligned;
+    cuda::Pointer tiles, unaligned, mends, unaligned_mends, words;
+    unsigned n_tiles, n_unaligned, n_mends, n_unaligned_mends;
     std::vector<int> buffers;
   };
 
@@ -80,11 +81,11 @@ class PreparedCall {
 
 namespace {
 
-constexpr const char *kFused = "recom_fused", *kPoint = "recom_point";
+constexpr const char *kFused = "recom_fused", *kPoint = "recom_point", *kMend = "recom_mend";
 constexpr size_t kLogBytes = 8192;
 
 // Kernels by (digest, a second hash so that a wrong digest is not believed, device).
-Functions load_functions(const Driver& driver, const CudaArguments& a) {
+Functions load_functions(const Driver& driver, const CudaArguments& a, bool mends) {
   using Key = std::tuple<std::string, size_t, int>;
   static std::mutex mutex;
   static auto* functions = new std::map<Key, Functions>;
@@ -108,6 +109,9 @@ Functions load_functions(const Driver& driver, const CudaArguments& a) {
   driver.spare_cache(found.fused, a.device, recom_cuda::kThreads);
   if (a.pointers == 0) {
     driver.check(driver.module_function(&found.point, module, kPoint), "find the table's kernel");
+  }
+  if (mends) {
+    driver.check(driver.module_function(&found.mend, module, kMend), "find the kernel that mends");
   }
   ++cuda_stats().modules_loaded;
   return (*functions)[std::move(key)] = found;
@@ -184,16 +188,21 @@ std::unique_ptr<PreparedCall> make_prepared(const CudaArguments& a) {
     }
   }
   const cuda::DeviceScope scope(driver, a.device);
-  out->functions = load_functions(driver, a);
+  out->functions = load_functions(driver, a, plan.searches);
   std::vector<char> bytes;
   for (const CudaLaunch& l : plan.launches) {
     PreparedCall::Launch launch;
+    const bool same = l.unaligned.empty();
+    const auto count = [](const auto& tiles) { return static_cast<unsigned>(tiles.size()); };
     launch.tiles = append(l.tiles, &bytes);
-    launch.unaligned = l.unaligned.empty() ? launch.tiles : append(l.unaligned, &bytes);
+    launch.unaligned = same ? launch.tiles : append(l.unaligned, &bytes);
+    launch.mends = append(l.mends, &bytes);
+    launch.unaligned_mends = same ? launch.mends : append(l.unaligned_mends, &bytes);
     launch.words = append(l.words, &bytes);
-    launch.n_tiles = static_cast<unsigned>(l.tiles.size());
-    launch.n_unaligned =
-        static_cast<unsigned>(l.unaligned.empty() ? l.tiles.size() : l.unaligned.size());
+    launch.n_tiles = count(l.tiles);
+    launch.n_unaligned = count(same ? l.tiles : l.unaligned);
+    launch.n_mends = count(l.mends);
+    launch.n_unaligned_mends = count(same ? l.mends : l.unaligned_mends);
     launch.buffers = l.buffers;
     out->launches.push_back(std::move(launch));
   }
@@ -203,6 +212,8 @@ std::unique_ptr<PreparedCall> make_prepared(const CudaArguments& a) {
   for (PreparedCall::Launch& l : out->launches) {
     l.tiles += base;
     l.unaligned += base;
+    l.mends += base;
+    l.unaligned_mends += base;
     l.words += base;
   }
   ++cuda_stats().plans_uploaded;
@@ -338,6 +349,12 @@ void launch_call(const PreparedCall& call, const CudaArguments& a, cuda::Stream 
                                recom_cuda::kThreads, 1, 1, 0, stream, arguments, nullptr),
                  "launch the fused kernel");
     ++cuda_stats().kernel_launches;
+    const unsigned mends = aligned ? l.n_mends : l.n_unaligned_mends;
+    if (mends == 0) continue;
+    parameters.words[0] = aligned ? l.mends : l.unaligned_mends;
+    driver.check(driver.launch(call.functions.mend, mends, 1, 1, recom_cuda::kThreads, 1, 1, 0,
+                               stream, arguments, nullptr),
+                 "launch the kernel that mends");
   }
 }
 

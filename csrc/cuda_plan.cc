@@ -29,6 +29,8 @@ struct Unit {
   UnitShape shape;
   int64_t result_bytes;  // of a bag's row, or scalar
   bool aligned;
+  int64_t room;    // bytes for its tiles, if they search; 0: they don't
+  int64_t memory;  // where those begin
 };
 
 class Planner {
@@ -41,20 +43,32 @@ class Planner {
     launch_ = decode_launch(p_, call_.launch);
     if (call_.slice_positions > 0) launch_.choice.slice_positions = call_.slice_positions;
     bind_layout(p_, call_.operands, call_.layout, call_.n_layout, &operands_, &places_);
-    check_results(p_, call_.results);
-    const Plan plan(p_, operands_, call_.results, 1);  // resolves sizes, checks every access
+    CudaPlan out;
+    out.searches = std::any_of(launch_.classes.begin(), launch_.classes.end(),
+                               [](const CudaClass& k) { return k.searches; });
+    results_ = call_.results;
+    if (out.searches && results_.size() == p_.results.size() + 1) take_memory();
+    check_results(p_, results_);
+    const Plan plan(p_, operands_, results_, 1);  // resolves sizes, checks every access
     std::vector<Unit> units;
     for (const CudaUnit& u : launch_.units) {
       Unit unit = resolve(plan.cols[u.column], u);
       // Nothing to compute: no bags, or rows without features.
       if (unit.shape.bags > 0 && unit.shape.width > 0) units.push_back(unit);
     }
-    CudaPlan out;
     for (size_t at = 0; at < units.size();) at = add_launch(units, at, &out);
     return out;
   }
 
  private:
+  // The result that is memory for what tiles that search have found.
+  void take_memory() {
+    const Buffer& b = results_.back();
+    if (b.dtype != dtype::k_U8 || b.rank != 1) fail("memory that is no bytes");
+    free_ = std::clamp<int64_t>(b.dims[0], 0, kMaxTiles);
+    results_.pop_back();
+  }
+
   // ---- units ----
 
   Unit resolve(const Plan::Col& col, const CudaUnit& u) {
@@ -62,9 +76,9 @@ class Planner {
     const ColumnClass& c = *col.cls;
     const int64_t width = k.width_slot < 0 ? 1 : col.v[k.width_slot];
     const UnitShape shape{k.form, k.vec, width, col.bags, 0, 0, 0, 0, false};
-    Unit out{&col, &k, u.cls, u.column, shape, 0, false};
+    Unit out{&col, &k, u.cls, u.column, shape, 0, false, 0, 0};
     const Op& store = c.ops[k.stores.front()];
-    out.result_bytes = width * element_size(call_.results[col.v[store.buffer]].dtype);
+    out.result_bytes = width * element_size(results_[col.v[store.buffer]].dtype);
     for (int i : k.ops) measure(c, c.ops[i], col, &out.shape);
     // Of row splits, which a search is made of, no tile looks at positions.
     if (recom_cuda::is_jagged(k.form) && out.shape.steps == 0) {
@@ -78,7 +92,25 @@ class Planner {
     for (int i : k.ops) out.aligned = out.aligned && aligned(c, c.ops[i], col, k.vec);
     // Code for staged tiles of jagged bags multiplies strides of 32 bits.
     if (recom_cuda::is_jagged(k.form)) out.aligned = out.aligned && near(c, k, col);
+    if (k.searches) let_search(&out);
     return out;
+  }
+
+  static int64_t ids_of(const Unit& u) {
+    return std::llround(u.shape.positions * static_cast<double>(u.shape.bags));
+  }
+
+  // Has the unit's tiles search, where it has so many ids and there is memory left.
+  void let_search(Unit* u) {
+    const int64_t ids = ids_of(*u);
+    const int64_t from = call_.searched_ids > 0 ? call_.searched_ids : kSearchedIds;
+    if (ids < from || u->shape.bags < 1) return;
+    const int64_t room = std::min(u->shape.bags, ids / std::min(kLeastSearched, from));
+    if (room > free_) return;
+    free_ -= room;
+    u->room = room;
+    u->memory = free_;
+    u->shape.looks = 0;
   }
 
   void measure(const ColumnClass& c, const Op& o, const Plan::Col& col, UnitShape* s) {
@@ -136,7 +168,7 @@ class Planner {
     if (!lookup && !store && o.op != opcode::k_LOAD) return true;
     if (!lookup && c.regs[store ? o.a : o.dst].width_slot < 0) return true;
     const int64_t buffer = v[o.buffer];
-    const int64_t size = element_size((store ? call_.results : operands_)[buffer].dtype);
+    const int64_t size = element_size((store ? results_ : operands_)[buffer].dtype);
     const int64_t access = std::min<int64_t>(kBaseAlignment, vec * size);
     const auto whole = [&](int64_t n) { return n * size % access == 0; };
     if (!store && places_[buffer].offset % access != 0) return false;
@@ -180,10 +212,17 @@ class Planner {
     }
     const bool vectors =
         std::any_of(mine.begin(), mine.end(), [](const Unit& u) { return u.aligned; });
-    launch.tiles = cut(mine, first_word);
+    launch.tiles = cut(mine, first_word, &launch.words);
+    launch.mends = mending(mine, first_word);
     if (vectors) {
-      for (Unit& u : mine) u.aligned = false;
-      launch.unaligned = cut(mine, first_word);
+      for (size_t i = 0; i < mine.size(); ++i) {
+        mine[i].aligned = false;
+        if (mine[i].room == 0) continue;
+        first_word[i] = static_cast<int64_t>(launch.words.size());  // other tiles, other words
+        put_words(mine[i], &launch.words);
+      }
+      launch.unaligned = cut(mine, first_word, &launch.words);
+      launch.unaligned_mends = mending(mine, first_word);
     }
     out->launches.push_back(std::move(launch));
     return end;
@@ -192,11 +231,13 @@ class Planner {
   // Adds the unit's buffers to the launch's, unless they are too many.
   bool name_buffers(const Unit& u, std::vector<int>* buffers) {
     const size_t before = buffers->size();
+    const auto name = [&](int b) {
+      if (index_.emplace(b, static_cast<int>(buffers->size())).second) buffers->push_back(b);
+    };
     for (size_t i = 0; i < u.col->cls->slot_kinds.size(); ++i) {
-      const int b = buffer_of(u, i);
-      if (b < 0 || !index_.emplace(b, static_cast<int>(buffers->size())).second) continue;
-      buffers->push_back(b);
+      if (const int b = buffer_of(u, i); b >= 0) name(b);
     }
+    if (u.room > 0) name(memory());
     const int most = call_.pointers > 0 ? call_.pointers : recom_cuda::kMaxBuffers;
     if (buffers->size() <= static_cast<size_t>(most)) return true;
     buffers->resize(before);
@@ -211,6 +252,9 @@ class Planner {
     return static_cast<int>(call_.operands.size() + u.col->v[slot]);
   }
 
+  // The same of what tiles that search have found: the result behind the program's.
+  int memory() const { return static_cast<int>(call_.operands.size() + results_.size()); }
+
   void put_words(const Unit& u, std::vector<int64_t>* words) const {
     words->push_back(u.col->bags);
     for (size_t i = 0; i < u.col->cls->slot_kinds.size(); ++i) {
@@ -223,6 +267,9 @@ class Planner {
       const int64_t offset = operand ? places_[u.col->v[i]].offset : 0;
       words->push_back(int64_t{index_.at(b)} << recom_cuda::kOffsetBits | offset);
     }
+    if (u.room == 0) return;
+    words->push_back(int64_t{index_.at(memory())} << recom_cuda::kOffsetBits | u.memory);
+    words->resize(words->size() + 2);  // what `put_tiles` says
   }
 
   // ---- tiles ----
@@ -261,7 +308,8 @@ class Planner {
     int64_t bags_per_pass, passes;
   };
 
-  std::vector<Tile> cut(const std::vector<Unit>& units, const std::vector<int64_t>& first_word) {
+  std::vector<Tile> cut(const std::vector<Unit>& units, const std::vector<int64_t>& first_word,
+                        std::vector<int64_t>* words) {
     double threads = 0;
     for (const Unit& u : units) {
       const UnitShape s = shape_of(u);
@@ -313,7 +361,7 @@ class Planner {
         const int64_t most = std::max(run_bags(u.shape, g.geometry, runs_all, runs_left, call_.sms),
                                       least > 1 ? least * g.bags_per_pass : 1);
         runs_left -= run_cost(u.shape, g.geometry);
-        put_tiles(u, g, first_word[g.unit], most, &tiles);
+        put_tiles(u, g, first_word[g.unit], most, words, &tiles);
         continue;
       }
       const bool jagged = recom_cuda::is_jagged(u.shape.form);
@@ -324,7 +372,7 @@ class Planner {
       if (jagged) left -= g.geometry.pass_cost * static_cast<double>(g.passes);
       const int64_t n = (g.passes + each - 1) / each;
       const int64_t even = (g.passes + n - 1) / n;  // passes of equal tiles
-      put_tiles(u, g, first_word[g.unit], even * g.bags_per_pass, &tiles);
+      put_tiles(u, g, first_word[g.unit], even * g.bags_per_pass, words, &tiles);
     }
     return tiles;
   }
@@ -333,14 +381,41 @@ class Planner {
   static bool runs(const Unit& u) { return u.shape.form == recom_cuda::kRuns && u.aligned; }
 
   // Tiles of at most so many bags each.
-  static void put_tiles(const Unit& u, const Group& g, int64_t words, int64_t most,
-                        std::vector<Tile>* tiles) {
-    const int64_t n = (u.shape.bags + most - 1) / most;
-    const int64_t step = runs(u) ? (u.shape.bags + n - 1) / n : most;
+  static void put_tiles(const Unit& u, const Group& g, int64_t at, int64_t most,
+                        std::vector<int64_t>* words, std::vector<Tile>* tiles) {
+    if (u.room > 0) most = std::max(most, divided(u.shape.bags, u.room));
+    const int64_t n = divided(u.shape.bags, most);
+    const int64_t step = runs(u) ? divided(u.shape.bags, n) : most;
+    put_equal_tiles(u, g, at, step, tiles);
+    if (u.room == 0) return;
+    int64_t* const told = words->data() + at + 2 + u.col->cls->slot_kinds.size();
+    told[0] = step;
+    told[1] = divided(u.shape.bags, step);
+  }
+  static void put_equal_tiles(const Unit& u, const Group& g, int64_t at, int64_t step,
+                              std::vector<Tile>* tiles) {
     for (int64_t bag = 0; bag < u.shape.bags; bag += step) {
       const int bags = static_cast<int>(std::min(step, u.shape.bags - bag));
-      tiles->push_back(tile(u, g, words, bag, bags));
+      tiles->push_back(tile(u, g, at, bag, bags));
     }
+  }
+  static int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+  // Tiles of recom_mend, for all bags of units that search. It reads no vectors.
+  std::vector<Tile> mending(const std::vector<Unit>& units,
+                            const std::vector<int64_t>& first_word) const {
+    const auto searched =
+        std::count_if(units.begin(), units.end(), [](const Unit& u) { return u.room > 0; });
+    std::vector<Tile> tiles;
+    for (size_t i = 0; i < units.size(); ++i) {
+      if (units[i].room == 0) continue;
+      Unit u = units[i];
+      u.aligned = false;
+      const Group g{i, 1, geometry(shape_of(u), 0, call_.sms, 0), 0, 0};
+      const int64_t n = mending_tiles(u.shape.bags, ids_of(u), searched, call_.sms);
+      put_equal_tiles(u, g, first_word[i], divided(u.shape.bags, n), &tiles);
+    }
+    return tiles;
   }
 
   static Tile tile(const Unit& u, const Group& g, int64_t words, int64_t bag, int bags) {
@@ -349,7 +424,7 @@ class Planner {
     t.bag0 = bag;
     t.bags = bags;
     t.cls = u.cls;
-    t.columns = static_cast<short>(g.columns);
+    t.columns = static_cast<short>(u.room > 0 ? 0 : g.columns);
     t.lanes = static_cast<short>(g.geometry.lanes);
     t.slices = static_cast<short>(g.geometry.slices);
     t.aligned = u.aligned;
@@ -359,7 +434,8 @@ class Planner {
   const Program& p_;
   const CudaCall& call_;
   LaunchWords launch_;
-  std::vector<Buffer> operands_;
+  std::vector<Buffer> operands_, results_;
+  int64_t free_ = 0;  // bytes of memory that no unit has yet
   std::vector<CudaPlace> places_;
   std::unordered_map<int, int> index_;  // a buffer's index in the launch being made
 };

@@ -40,9 +40,9 @@ class Memory {
 };
 
 struct Prepared {
-  Memory tiles, words;
-  unsigned blocks;
-  std::vector<char> params;
+  Memory tiles, words, mends;
+  unsigned blocks, mending;
+  std::vector<char> params, mend_params;
   Memory table;                           // of addresses, where they are no parameters
   std::vector<std::vector<char>> points;  // parameters of the kernel that fills it
 };
@@ -125,6 +125,11 @@ std::vector<double> time_launches(std::string_view image, int pointers,
   if (pointers == 0) {
     d.check(d.module_function(&point, module, "recom_point"), "find the table's kernel");
   }
+  Function mend = nullptr;
+  if (std::any_of(launches.begin(), launches.end(),
+                  [](const auto& l) { return !l.mends.empty(); })) {
+    d.check(d.module_function(&mend, module, "recom_mend"), "find the kernel that mends");
+  }
   Stream stream;
   d.check(d.stream_create(&stream, kStreamNonBlocking), "create a stream");
   std::vector<Prepared> prepared;
@@ -132,8 +137,11 @@ std::vector<double> time_launches(std::string_view image, int pointers,
     const size_t named = pointers ? static_cast<size_t>(pointers) : 1;
     Prepared p{Memory(d, l.tiles, stream),
                Memory(d, l.words, stream),
+               Memory(d, l.mends, stream),
                static_cast<unsigned>(l.tiles.size() / sizeof(recom_cuda::Tile)),
+               static_cast<unsigned>(l.mends.size() / sizeof(recom_cuda::Tile)),
                std::vector<char>(16 + 8 * named),
+               {},
                Memory(d, pointers ? 0 : 8 * l.buffers.size()),
                {}};
     const uint64_t head[3] = {p.tiles.at(), p.words.at(), p.table.at()};
@@ -143,6 +151,9 @@ std::vector<double> time_launches(std::string_view image, int pointers,
     } else {
       p.points = points_of(p.table.at(), l.buffers);
     }
+    p.mend_params = p.params;
+    const uint64_t mends = p.mends.at();
+    std::memcpy(p.mend_params.data(), &mends, sizeof mends);
     prepared.push_back(std::move(p));
   }
   const Memory flush(d, static_cast<size_t>(flush_bytes));
@@ -163,12 +174,17 @@ std::vector<double> time_launches(std::string_view image, int pointers,
       d.check(
           d.launch(kernel, p.blocks, 1, 1, recom_cuda::kThreads, 1, 1, 0, stream, args, nullptr),
           "launch");
+      if (p.mending == 0) continue;
+      void* mending[] = {p.mend_params.data()};
+      d.check(
+          d.launch(mend, p.mending, 1, 1, recom_cuda::kThreads, 1, 1, 0, stream, mending, nullptr),
+          "launch");
     }
   };
   call();
   d.check(d.stream_synchronize(stream), "run the kernel");
   size_t queued = 0;
-  for (const Prepared& p : prepared) queued += calls * (1 + p.points.size());
+  for (const Prepared& p : prepared) queued += calls * (1 + p.points.size() + (p.mending > 0));
   std::vector<double> out;
   Gate gate(d, stream);
   for (int r = 0; r < repeats; ++r) {

@@ -10,10 +10,12 @@
 
 namespace recom {
 
-// One launch: `blocks` tiles at `tiles`, column words, and addresses of the buffers that it names.
+// One launch: tiles, column words, and addresses of the buffers that it names; and, where tiles
+// search, those of recom_mend behind it.
 struct TimedLaunch {
   std::string_view tiles, words;
   std::vector<uint64_t> buffers;
+  std::string_view mends{};
 };
 
 // Milliseconds per call, of `repeats` runs of `calls` calls each (a call is all launches, one after

@@ -90,14 +90,13 @@ def is_partitioned(ctx: Any) -> bool:
 
 
 def _lower_call(
-    ctx: Any, operands: Sequence[Any], call: FusedCall, scratch: int = 0, target: str = ffi.FUSED,
-    **attributes: Any,
+    ctx: Any, operands: Sequence[Any], call: FusedCall, scratch: Sequence[int] = (),
+    target: str = ffi.FUSED, **attributes: Any,
 ) -> Any:  # fmt: skip
-    """The custom call; `scratch`: bytes of memory for each execution, a last result that nobody reads."""
+    """The custom call; `scratch`: bytes of memory for each execution, last results that nobody reads."""
     rule = jax.ffi.ffi_lowering(target)
     outs = list(ctx.avals_out)
-    if scratch:
-        outs.append(jax.core.ShapedArray((scratch,), np.dtype(np.uint8)))
+    outs += [jax.core.ShapedArray((n,), np.dtype(np.uint8)) for n in scratch]
     results = rule(
         ctx.replace(avals_in=ctx.avals_in[: call.n_physical], avals_out=outs),
         *operands[: call.n_physical],
@@ -160,7 +159,7 @@ def lower_cuda(ctx: Any, *operands: Any, call: FusedCall) -> Any:
         ctx,
         operands,
         call,
-        scratch=kernel.table_bytes(made, n_buffers),
+        scratch=kernel.scratch_of(made, n_buffers),
         launch=made.launch,
         ptx=made.image,
         digest=made.digest,

@@ -71,6 +71,24 @@ def test_a_thread_in_another_context_gets_it_back(facts):
     assert (seen["error"], seen["launches"], seen["contexts_set"]) == ("", 1, 2)
 
 
+def test_where_tiles_search_a_second_kernel_follows(facts):
+    """On the same memory of the execution, by tiles of its own."""
+    many, few = facts["searched"]["many"], facts["searched"]["few"]
+    assert (few["execute"]["error"], few["execute"]["launches"]) == ("", 1)
+    for name in ("execute", "unaligned"):
+        seen = many[name]
+        assert (seen["error"], seen["launches"], seen["driver"], seen["allocations"]) == (
+            "",
+            2,
+            3,
+            0,
+        )
+        assert 1 <= seen["grid"] <= 4 * 132
+    assert sorted(many["execute"]["words"][HEAD:]) == many["addresses"]
+    assert many["execute"]["words"][0] != many["unaligned"]["words"][0]
+    assert many["again"]["plans"] == many["again"]["driver"] == 0
+
+
 @pytest.mark.parametrize("what", ["layout", "shapes", "device"])
 def test_a_call_that_differs_is_prepared_by_itself(facts, what):
     found = facts["mistaken"]

@@ -177,6 +177,44 @@ def test_a_call_of_many_buffers_has_a_table(monkeypatch):
     assert "recom_point" in attributes(text)["ptx"]
 
 
+def segments(t: Any, x: Any, seg: Any) -> Any:
+    return jax.ops.segment_sum(t[x], seg, num_segments=6)
+
+
+def test_a_call_of_segment_ids_has_memory_for_what_tiles_find(monkeypatch):
+    """One more result, before the table, whatever the number of ids; the module runs on a CPU as before."""
+    args = table(50, 8), ids((9,), 50), jnp.arange(9, dtype=jnp.int32) // 2
+    for buckets, last in ((kernel.BUCKETS, []), ((3,), [8 * 5])):
+        monkeypatch.setattr(kernel, "BUCKETS", buckets)
+        kernel._MADE.clear()
+        text = exported(recom_jax.optimize(segments, options=VERIFY), *args)
+        (call,) = re.findall(r"custom_call @recom_fused_v1.*", text)
+        sizes = [int(n) for n in re.findall(r"tensor<(\d+)xui8>", call.rsplit("->", 1)[1])]
+        assert sizes == [kernel.FOUND_BYTES, *last]
+        assert "recom_mend" in attributes(text)["ptx"]
+    fn = recom_jax.optimize(segments, options=VERIFY)
+    made = jax.export.export(jax.jit(fn), platforms=("cpu", "cuda"))(*args)
+    np.testing.assert_array_equal(made.call(*args), jax.jit(segments)(*args))
+    (n,) = jax.export.symbolic_shape("n")
+    s = jax.ShapeDtypeStruct
+    dynamic = s((50, 8), jnp.float32), s((n,), jnp.int32), s((n,), jnp.int32)
+    made = jax.export.export(jax.jit(fn), platforms=("cpu", "cuda"))(*dynamic)
+    np.testing.assert_array_equal(made.call(*args), jax.jit(segments)(*args))
+
+
+def test_row_splits_need_none():
+    def fn(t: Any, x: Any, splits: Any) -> Any:
+        seg = jnp.searchsorted(splits, jnp.arange(9), side="right") - 1
+        return jax.ops.segment_sum(t[x], seg, num_segments=6)
+
+    text = exported(
+        recom_jax.optimize(fn, options=VERIFY), table(50, 8), ids((9,), 50), jnp.arange(7)
+    )
+    (call,) = re.findall(r"custom_call @recom_fused_v1.*", text)
+    assert "ui8>" not in call.rsplit("->", 1)[1]
+    assert "recom_mend" not in attributes(text)["ptx"]
+
+
 def test_an_older_driver_gets_machine_code(monkeypatch):
     info = {"driver": (12, 9), "devices": [{"capability": (9, 0)}], "error": ""}
     monkeypatch.setattr(_recom, "cuda_info", lambda: info)

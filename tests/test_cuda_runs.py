@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recom_jax.cuda.codegen import DEFAULT, Schedule, generate
-from recom_jax.cuda.units import RUNS
+from recom_jax.cuda.units import RUNS, SEARCHES
 from recom_jax.program import Program
 from tests import cuda_emulation
 from tests.cuda_emulation import Compiled, Options, emulate, interpret
@@ -159,7 +159,8 @@ def test_what_has_runs() -> None:
     """Every sum above has; the launch words say so, and the text holds the other way for tiles without room."""
     for fn in (of_splits, of_segments):
         (program,) = compiled(fn).programs
-        assert set(forms(program)) == {RUNS}
+        searches = SEARCHES if fn is of_segments else 0
+        assert set(forms(program)) == {RUNS + searches}
         text = generate(program).source
         assert text.count("sum_runs<") == len(forms(program))
         assert text.count("for (Turn turn(") == len(forms(program))

@@ -74,7 +74,8 @@ sys.path.insert(0, {root!r})
 from recom_jax import _recom
 tiles, words = bytes(32 * 3), bytes(64)
 launch = (tiles, words, [16] * {buffers})
-print(_recom.cuda_time("ptx", {pointers}, [launch] * {number}, 0, {calls}, {repeats}, 0))
+mends = [tiles[:64]] * {mends}
+print(_recom.cuda_time("ptx", {pointers}, [launch] * {number}, 0, {calls}, {repeats}, 0, mends=mends))
 """
 
 
@@ -98,7 +99,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def timed(driver: pathlib.Path, **given: int) -> subprocess.CompletedProcess[str]:
-    script = RUN.format(root=str(ROOT), **given)
+    script = RUN.format(root=str(ROOT), **{"mends": 0, **given})
     env = {"LD_LIBRARY_PATH": str(driver), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120
@@ -116,6 +117,12 @@ def test_launches_wait_for_one_another(
     expected = f"launches {calls * each} gates 7 most {20 * each} recorded 14"
     assert expected in done.stdout
     assert "[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]" in done.stdout
+
+
+def test_what_mends_follows_its_launch(driver: pathlib.Path) -> None:
+    done = timed(driver, pointers=32, buffers=3, number=3, calls=20, repeats=7, mends=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"launches {141 * 5} gates 7 most 100 recorded 14" in done.stdout
 
 
 def test_no_gate_holds_back_more_than_a_stream_takes(driver: pathlib.Path) -> None:

@@ -27,7 +27,7 @@ from recom_jax.program import Program
 from tests import test_interpreter
 from tests.cuda_emulation.models import GROUPS, as_function
 from tests.cuda_emulation.programs import compiled
-from tests.test_cuda_plan import MAGIC, Call, check_tiles
+from tests.test_cuda_plan import MAGIC, SEARCHES, Call, check_tiles
 
 pytestmark = pytest.mark.once
 
@@ -174,16 +174,26 @@ def fuzz_launches(chosen: list[Call], rounds: int, seed: int) -> Counter[str]:
                 check(call, call.plan(layout=in_64_bits(mutated(call.layout, rng))))
             elif what == "sizes":
                 other = dataclasses.replace(call, operands=resized(call.operands, rng))
-                check(other, other.plan(sms=rng.choice((1, 132, -1, 1 << 30))))
+                given = with_memory(call, rng)
+                check(other, other.plan(sms=rng.choice((1, 132, -1, 1 << 30)), results=given))
             else:
                 words = mutated(call.words(), rng)
-                launches = call.plan(words=pack(words))
+                launches = call.plan(words=pack(words), results=with_memory(call, rng))
                 classes, units = parts(words)
                 check(dataclasses.replace(call, classes=classes, units=units), launches)
             outcomes[f"{what} planned"] += 1
         except (ValueError, MemoryError) as why:
             outcomes[f"{what} refused" if told(why) else f"strange: {why}"] += 1
     return outcomes
+
+
+def with_memory(call: Call, rng: random.Random) -> list[tuple[int, list[int]]]:
+    """The call's results, and memory for what tiles that search find, where any may: of some size, or none."""
+    may = any(form >= SEARCHES for _, form, *_ in call.classes)
+    if not may or rng.random() < 0.3:
+        return call.results
+    size = rng.choice((0, 1, 100, 1 << 16, 1 << 40))
+    return [*call.results, (constants()["dtype"]["uint8"], [size])]
 
 
 def check(call: Call, launches: list[dict[str, Any]]) -> None:

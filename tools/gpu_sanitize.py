@@ -3,8 +3,9 @@
 compute-sanitizer --tool memcheck python tools/gpu_sanitize.py
 
 The tools are memcheck, racecheck, synccheck and initcheck. The columns run twice, the second time with buffers'
-addresses in a table on the device, as those of calls with thousands of buffers are; then bags that take a block, and
-gradients. XLA_PYTHON_CLIENT_ALLOCATOR=platform gives each array memory of its own, so that memcheck sees where it ends.
+addresses in a table on the device, as those of calls with thousands of buffers are; then bags that take a block,
+segment ids that tiles search (both ways), and gradients. XLA_PYTHON_CLIENT_ALLOCATOR=platform gives each array memory
+of its own, so that memcheck sees where it ends.
 """
 
 import pathlib
@@ -42,6 +43,8 @@ def main() -> int:
         ("columns", columns, buckets),
         ("columns, addresses in a table", columns, ()),
         ("long bags", long_bags, buckets),
+        ("many segment ids", many_segments, buckets),
+        ("many segment ids, addresses in a table", many_segments, ()),
         ("gradients", gradients, buckets),
     ):
         kernel.BUCKETS = pointers  # type: ignore[assignment]
@@ -127,6 +130,34 @@ def long_bags() -> float:
     ours = recom_jax.optimize(fn, options=recom_jax.Options(long_bags=True))
     mixed = batch | {"segments": rng.permutation(batch["segments"])}
     return max(difference(ours(tables, b), on_cpu(fn, tables, b)) for b in (batch, mixed))
+
+
+def many_segments() -> float:
+    """So many that tiles search them: in order, with two that are not, at random, and nearly all of them one bag's."""
+    rng = np.random.default_rng(3)
+    n, total = 600, 40_000
+    tables = [rng.normal(size=(300, dim)).astype(np.float32) for dim in (8, 36, 5)]
+    ids = rng.integers(0, 300, total).astype(np.int32)
+    weights = rng.normal(size=total).astype(np.float32)
+    ascending = np.sort(rng.integers(-3, n + 3, total)).astype(np.int32)
+    swapped, alone = ascending.copy(), ascending.copy()
+    swapped[[50, 15_000]] = swapped[[15_000, 50]]
+    alone[100:-100] = 7
+    orders = ascending, swapped, rng.permutation(ascending), alone
+
+    def fn(tables: Any, seg: Any) -> Any:
+        narrow, wide, odd = (t[ids] for t in tables)
+        return [
+            jax.ops.segment_sum(narrow, seg, num_segments=n),  # runs
+            jax.ops.segment_sum(wide * weights[:, None], seg, num_segments=n),
+            jax.ops.segment_max(odd, seg, num_segments=n),
+        ]
+
+    worst = []
+    for long in (False, True):
+        ours = recom_jax.optimize(fn, options=recom_jax.Options(long_bags=long))
+        worst += [difference(ours(tables, seg), on_cpu(fn, tables, seg)) for seg in orders]
+    return float(np.max(worst))
 
 
 def gradients() -> float:

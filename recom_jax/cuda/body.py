@@ -5,7 +5,8 @@ Bag space is straight-line code, run once a bag and lane; regions.py has the loo
 
 from __future__ import annotations
 
-from recom_jax.cuda.regions import BAGS, STAGE_BYTES
+from recom_jax.cuda.orders import BAGS
+from recom_jax.cuda.regions import STAGE_BYTES
 from recom_jax.cuda.runs import STAGE_BYTES as RUN_STAGE_BYTES
 from recom_jax.cuda.runs import Runs
 from recom_jax.cuda.text import TYPES, Unsupported, Variant
@@ -67,7 +68,7 @@ class Body(Runs):
             ]
         if self.any_order:
             head = [
-                "// The same for segment ids in any order: each bag looks at every position.",
+                "// The same for segment ids in any order.",
                 f"__device__ __noinline__ void {name}_any(const Params& p) {{",
                 "  constexpr int kVec = 1;",
                 "  const Tile t = tile_of(p);",
@@ -108,7 +109,10 @@ class Body(Runs):
         if self.takes_blocks and not checks:
             # The kernel asks for long bags next. The checks are barriers, where there are any.
             checks = ["  __syncthreads();"]
-        loop = [*self.loop_head(), *passes, *self.loop_tail(), *checks]
+        loop = [*self.loop_head(), *passes, *self.loop_tail()]
+        if gathering := self.gathering():
+            loop = [*gathering, *(f"  {line}" for line in loop), "  }"]
+        loop += checks
         if runs:
             loop = [
                 "  if constexpr (kStaged) {",
@@ -163,15 +167,23 @@ class Body(Runs):
         if splits is None or self.any_order:
             self.lambda_of(i, seg, f"seg_{seg}")
         if self.any_order:
+            regions = [k for k in self.u.code if k.op == "JREGION" and self.gathers(k)]
+            if i in regions:
+                each = f"kStageBytes / {len(regions)}"
+                self.put(f"Gathered<{each} * {regions.index(i)}, {each}> gathered_{seg};")
             return
         if splits is None:  # found out before the first bag: it says where the tile's bags lie, too
             if self.variant is Variant.LONG:
                 self.put(f"const Range tile_{seg}{{0, static_cast<i32>({total})}};")
                 return
+            if not self.searches:
+                self.searches = True
+                self.put(f"const Looks looks{{p, me, {1 + len(self.cls.slots)}}};")
             self.put(f"Range tile_{seg};")
-            self.put(
-                f"if (!find_segments(seg_{seg}, {total}, t, tile_{seg})) return class_{self.number}_any(p);"
-            )
+            self.put(f"if (!find_segments(seg_{seg}, {total}, t, looks, tile_{seg})) {{")
+            self.put(f"  if (!searches(t)) class_{self.number}_any(p);")
+            self.put("  return;")
+            self.put("}")
             return
         mode, buffer, offset, n = splits
         at = self.buffer(buffer)
@@ -218,6 +230,8 @@ class Body(Runs):
             "    const bool on = at + me.first < bags;",
             f"    const i32 bag = {near} ? at + me.first : bags - 1;",
         ]
+        if self.gathering():
+            lines[:2] = ["  for (i32 at = low; at < bags; at += me.step) {"]
         if self.variant is Variant.LONG:
             lines[1:] = [
                 "  for (i32 bag = static_cast<i32>(t.bag0); bag < bags; ++bag) {",
@@ -250,6 +264,21 @@ class Body(Runs):
         else:
             lines.append("    const bool has = on;")
         return lines
+
+    def gathering(self) -> list[str]:
+        """The head of a loop over as many bags at a time as the block has room for the positions of."""
+        regions = [i for i in self.u.code if i.op == "JREGION" and self.gathers(i)]
+        if not regions:
+            return []
+        return [
+            "  const i32 all = static_cast<i32>(t.bag0) + t.bags;",
+            "  for (i32 low = static_cast<i32>(t.bag0), bags; low < all; low = bags) {",
+            "    bags = all;",
+            *(
+                f"    gathered_{i.args[1]}.gather(seg_{i.args[1]}, {self.slot(i.args[0])}, low, bags);"
+                for i in regions
+            ),
+        ]
 
     def slot_late(self, s: int) -> str:
         """A slot read after the list of used slots is written: from the words themselves."""

@@ -7,18 +7,20 @@ that differ between columns become `s<number>`, and slots that do not become lit
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from recom_jax.cuda.body import Body, Unsupported
 from recom_jax.cuda.runs import STAGE_BYTES
 from recom_jax.cuda.text import Schedule, Variant
-from recom_jax.cuda.units import JAGGED, RUNS, Units, units_of, walk
+from recom_jax.cuda.units import JAGGED, RUNS, SEARCHES, Units, units_of, walk
 from recom_jax.program import Program
 
 LAUNCH_MAGIC = 0x48434E554C4D4352
 LAUNCH_VERSION, TUNED_VERSION = 1, 2
 DEFAULT = Schedule()
+MENDING_BLOCKS = 2  # of a multiprocessor, as in csrc/cuda_cost.cc
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,11 +44,13 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
     """
     units = units_of(program)
     jagged = (Variant.ANY, *([Variant.LONG] if schedule.long else []), Variant.USUAL)
-    functions = [
-        Body(cls, k, schedule, variant).text()
+    bodies = [
+        Body(cls, k, schedule, variant)
         for k, cls in enumerate(units.classes)
         for variant in (jagged if cls.form == JAGGED else (Variant.USUAL,))
     ]
+    functions = [body.text() for body in bodies]
+    searches = [body.searches for body in bodies if body.variant is Variant.USUAL]
     runs = [Body(cls, k, schedule).summed() is not None for k, cls in enumerate(units.classes)]
     lines = [
         *([f"#define RECOM_STAGE_BYTES {STAGE_BYTES}"] if any(runs) else []),
@@ -59,6 +63,7 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
         "",
         *_kernel(units, schedule),
         "",
+        *(_mending(units, searches) if any(searches) else []),
     ]
     tuned = any(schedule.plan)
     words = [
@@ -68,8 +73,9 @@ def generate(program: Program, schedule: Schedule = DEFAULT) -> Generated:
         len(units.units),
         *(schedule.plan if tuned else ()),
     ]
-    for cls, has in zip(units.classes, runs, strict=True):
-        words += [cls.number, RUNS if has else cls.form, cls.width_slot, cls.vec]
+    for cls, has, may in zip(units.classes, runs, searches, strict=True):
+        form = (RUNS if has else cls.form) + SEARCHES * may
+        words += [cls.number, form, cls.width_slot, cls.vec]
     for unit in units.units:
         words += unit
     return Generated("\n".join(lines), np.array(words, np.int64).tobytes())
@@ -88,14 +94,31 @@ def resident_blocks(units: Units) -> int:
     return 5
 
 
-def _kernel(units: Units, schedule: Schedule) -> list[str]:
-    blocks = schedule.blocks or resident_blocks(units)
-    lines = [
+def _head(name: str, blocks: int) -> list[str]:
+    """A kernel's first lines, up to its classes. `blocks`: of a multiprocessor, that registers must suffice for."""
+    return [
         f'extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, {blocks})',
-        "recom_fused(const __grid_constant__ recom_cuda::Params p) {",
+        f"{name}(const __grid_constant__ recom_cuda::Params p) {{",
         "  const recom_cuda::Tile t = recom_cuda::tile_of(p);",
         "  switch (t.cls) {",
     ]
+
+
+def _mending(units: Units, searches: Sequence[bool]) -> list[str]:
+    """The kernel behind tiles that search their segment ids: it sums up what turns out to be in another order."""
+    lines = [
+        "// Where segment ids that tiles have searched do not ascend.",
+        *_head("recom_mend", MENDING_BLOCKS),
+    ]
+    for k, (cls, may) in enumerate(zip(units.classes, searches, strict=True)):
+        if may:
+            asked = f"recom_cuda::all_ascend(p, t, {1 + len(cls.cls.slots)})"
+            lines.append(f"    case {k}: if (!{asked}) recom_cuda::class_{k}_any(p); break;")
+    return [*lines, "  }", "}", ""]
+
+
+def _kernel(units: Units, schedule: Schedule) -> list[str]:
+    lines = _head("recom_fused", schedule.blocks or resident_blocks(units))
     for k, cls in enumerate(units.classes):
         call = f"recom_cuda::class_{k}<1{', false' if cls.form == JAGGED else ''}>(p, t);"
         if cls.vec > 1:

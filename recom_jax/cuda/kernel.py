@@ -10,10 +10,13 @@ import hashlib
 import threading
 from typing import Any
 
+import numpy as np
+
 from recom_jax import ffi
 from recom_jax.cache import Cache
 from recom_jax.cuda import codegen, nvrtc
 from recom_jax.cuda.text import Schedule
+from recom_jax.cuda.units import SEARCHES
 from recom_jax.errors import CudaError
 from recom_jax.options import Options
 from recom_jax.program import Program
@@ -22,6 +25,7 @@ from recom_jax.program import Program
 # last is what fits a kernel's parameters; a call with more buffers has a table of them on the device (TABLE).
 BUCKETS = (32, 512, 4064)
 TABLE = 0
+FOUND_BYTES = 1 << 16  # a tile that searches its segment ids says in a byte what it has found
 # Parameters of more than 4 KiB, and the PTX for them.
 OLDEST_DRIVER = (12, 1)
 _KEEP = 1024
@@ -55,6 +59,25 @@ def bucket(n_buffers: int) -> int:
     return next((b for b in BUCKETS if n_buffers <= b), TABLE)
 
 
+def searches(launch: bytes) -> bool:
+    """Whether tiles of any class may search their segment ids: then calls have memory for what they find."""
+    words = np.frombuffer(launch, np.int64)
+    first = 4 + (3 if words[1] == codegen.TUNED_VERSION else 0)
+    return bool((words[first : first + 4 * int(words[2])].reshape(-1, 4)[:, 1] >= SEARCHES).any())
+
+
+def scratch_of(kernel: Kernel, n_buffers: int) -> tuple[int, ...]:
+    """Bytes of what each execution of a call needs beside its buffers, in this order behind its results: memory for
+    what tiles find, and the table.
+
+    Args:
+      n_buffers: physical operands and results of the call.
+    """
+    found = (FOUND_BYTES,) if searches(kernel.launch) else ()
+    table = table_bytes(kernel, n_buffers + len(found))
+    return (*found, table) if table else found
+
+
 def table_bytes(kernel: Kernel, n_buffers: int) -> int:
     """Bytes of the table that each execution of a call needs; 0 if parameters hold its buffers."""
     return 8 * n_buffers if kernel.pointers == TABLE else 0
@@ -81,7 +104,8 @@ def kernel_for(
       codegen.Unsupported: the program holds what this target cannot express.
     """
     schedule = scheduled_as(options, schedule)
-    pointers = bucket(n_buffers)
+    jagged = any(i.op == "JREGION" for cls in program.classes for i in cls.code)
+    pointers = bucket(n_buffers + jagged)  # what tiles find
     arch = "" if portable else native_arch()
     key = (digest, pointers, arch, schedule)
     with _LOCK:
@@ -162,5 +186,7 @@ __all__ = [
     "bucket",
     "kernel_for",
     "native_arch",
+    "scratch_of",
+    "searches",
     "table_bytes",
 ]

@@ -9,25 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recom_jax.cuda.pools import Pools
+from recom_jax.cuda.orders import BAGS, Orders
 from recom_jax.cuda.text import KINDS, TYPES, Unsupported, Variant
 from recom_jax.cuda.units import closure, reads, writes
 from recom_jax.program import Instr, Reg
 
-# How bags lie that a search of this mode finds (recom_tile.cuh).
-BAGS = {"SPLITS": "SplitBags", "LENGTHS": "LengthBags"}
 # What cp.async copies (recom_stage.cuh).
 _STAGED = ("int32", "int64", "uint32", "uint64", "float32", "float64")
 _NARROW = ("int8", "uint8", "int16", "uint16", "int32")
 STAGE_BYTES = 16384
 
 
-class Regions(Pools):
+class Regions(Orders):
     """Adds REGION and JREGION."""
-
-    @property
-    def any_order(self) -> bool:
-        return self.variant is Variant.ANY
 
     def region(self, i: Instr) -> None:
         """A loop over positions, and the reductions that it feeds."""
@@ -80,9 +74,12 @@ class Regions(Pools):
         if self.jagged and not self.any_order:
             rounds = "team.most(end - span.begin)"
         self.put(f"const i32 most = {rounds};")
-        self.put("for (i32 done = 0; done < most; done += kOwn * team.size) {")
-        self.depth += 1
-        self.put("const i32 q0 = span.begin + done;")
+        if self.gathers(i):
+            self.gathered_loop(i.args[1])
+        else:
+            self.put("for (i32 done = 0; done < most; done += kOwn * team.size) {")
+            self.depth += 1
+            self.put("const i32 q0 = span.begin + done;")
         self.put("Position now[kOwn];")
         self.put("Read raw[kOwn];")
         self.unrolled("i", "kOwn", "raw[i] = read(q0 + i * team.size + team.rank);")
@@ -104,8 +101,9 @@ class Regions(Pools):
                 )
         if parts[1] or parts[2]:
             self.flights(i, parts, pools, numbers, rows, whole)
-        self.depth -= 1
-        self.put("}")
+        for _ in range(2 if self.gathers(i) else 1):
+            self.depth -= 1
+            self.put("}")
         self.finish(i, reductions, counts)
         for b in missing:
             dst, kind = b.args[2], KINDS[b.args[1]]
@@ -201,7 +199,8 @@ class Regions(Pools):
         self.put("const auto numbers = [&](i32 at_q, const Read& raw) -> Position {")
         self.depth += 1
         self.put("Position now;")
-        match = f" && seg_{region.args[1]}(at_q) == bag" if self.any_order else ""
+        known = not self.any_order or self.gathers(region)
+        match = "" if known else f" && seg_{region.args[1]}(at_q) == bag"
         self.put(f"const bool in = at_q < end{match};")
         self.place(region, any(b.op == "AFFINE" for b in code), "at_q")
         for b in code:
@@ -228,7 +227,8 @@ class Regions(Pools):
         self.position = "q"
         if not wanted:
             return
-        self.put(f"const i32 q = {at if inside else f'{at} < total ? {at} : total - 1'};")
+        here = at if inside else f"{at} < total ? {at} : total - 1"
+        self.put(f"const i32 q = {self.gathered_at(region, here)};")
         if not self.jagged and self.inner > 1:
             self.put("i32 rest_q = q;")
             for k in range(self.inner - 1, 0, -1):
@@ -242,7 +242,10 @@ class Regions(Pools):
         if self.jagged:
             # What segment ids say of a tile needs no number of positions.
             unused = "[[maybe_unused]] " if self.splits(i) is None else ""
-            self.put(f"{unused}const i32 total = static_cast<i32>({self.slot(i.args[0])});")
+            total = f"static_cast<i32>({self.slot(i.args[0])})"
+            if self.gathers(i):
+                total = f"gathered_{i.args[1]}.n"
+            self.put(f"{unused}const i32 total = {total};")
         else:
             sizes = [self.slot(s) for s in i.args[1:]]
             self.put(f"const i32 total = static_cast<i32>({' * '.join(sizes) or '1'});")
@@ -306,6 +309,8 @@ class Regions(Pools):
                 ]
             else:
                 find.append(f"if (kStaged) mark_segments(limits_{seg}, t, tile_{seg}, seg_{seg});")
+                ascends = f"tile_ascends(seg_{seg}, t, tile_{seg})"
+                self.put(f"if (kStaged && searches(t) && !{ascends}) return;")
             copies = []
             for kind, b in kinds:
                 _, buffer, offset, *_ = b.args
@@ -383,39 +388,6 @@ class Regions(Pools):
         self.put(f"  return static_cast<{kind}>(r{register});")
         self.put("};")
         self.in_flight, self.position, self.jagged = kept, position, jagged
-
-    def splits(self, region: Instr) -> tuple[str, int, int, int] | None:
-        """(search mode, buffer, offset, count) of row splits or lengths.
-
-        If segment ids are `searchsorted(splits, position, right) - 1`, or what `jnp.repeat` makes.
-        """
-        made = {writes(i): i for i in region.body}
-        sub = made.get(region.args[1])
-        if sub is None or sub.op != "BINARY" or sub.args[0] != "sub":
-            return None
-        one, search = made.get(sub.args[3]), made.get(sub.args[2])
-        if one is None or one.op != "CONST" or self.u.constants.get(one.args[1]) != 1:
-            return None
-        while search is not None and search.op == "CONVERT":
-            search = made.get(search.args[1])
-        if search is None or search.op != "SEARCH" or search.args[1] != "RIGHT":
-            return None
-        x = made.get(search.args[3])
-        while (
-            x is not None
-            and x.op == "CONVERT"
-            and self.integer(x.args[0])
-            and self.integer(x.args[1])
-        ):
-            x = made.get(x.args[1])
-        if x is None or x.op != "AFFINE" or not self.integer(x.args[0]):
-            return None
-        if [self.u.constants.get(s) for s in (x.args[1], *x.args[3:])] != [0, 1]:
-            return None
-        mode, buffer = search.args[0], search.args[4]
-        if self.u.dtypes[buffer] not in ("int32", "int64", "uint32") and mode not in BAGS:
-            return None
-        return mode, buffer, search.args[5], search.args[6]
 
 
 def _phases(body: Sequence[Instr], regs: Sequence[Reg]) -> list[int]:

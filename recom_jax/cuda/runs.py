@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from recom_jax.cuda.regions import BAGS, Regions
+from recom_jax.cuda.orders import BAGS
+from recom_jax.cuda.regions import Regions
 from recom_jax.cuda.text import KINDS, TYPES, Variant
 from recom_jax.cuda.units import JAGGED, closure, reads, size_of, writes
 from recom_jax.program import Instr

@@ -87,6 +87,7 @@ class Text:
         self.staged: list[
             tuple[Instr, list[Instr]]
         ] = []  # jagged regions, and LOADs that shared memory serves
+        self.searches = False  # tiles may search their segment ids
         self.narrow = self.narrow_indexes()
         written = [w for i in walk(cls.code) if (w := writes(i)) is not None]
         if len(set(written)) != len(written):

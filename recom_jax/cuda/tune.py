@@ -318,6 +318,8 @@ def make_timer(
     sms = ext.cuda_info()["devices"][ordinal]["sms"]
     with jax.default_device(device):
         written = [jax.numpy.zeros(a.shape, a.dtype) for a in results]
+        if kernel.searches(kernel.kernel_for(program, encoded.digest, n_buffers, options).launch):
+            written.append(jax.numpy.zeros(kernel.FOUND_BYTES, np.uint8))
     addresses = [x.unsafe_buffer_pointer() for x in (*operands, *jax.block_until_ready(written))]
     layout = np.array([w for k in range(len(operands)) for w in (k, -1, 0)], np.int64)
     kinds = [[(types[str(x.dtype)], list(x.shape)) for x in xs] for xs in (operands, written)]
@@ -330,7 +332,10 @@ def make_timer(
                 (x["tiles"], x["words"], [addresses[b] for b in x["buffers"]])
                 for x in plan["launches"]
             ]
-            ms = ext.cuda_time(made.image, made.pointers, launches, ordinal, _CALLS, _REPEATS, 0)
+            mends = [x["mends"] for x in plan["launches"]]
+            ms = ext.cuda_time(
+                made.image, made.pointers, launches, ordinal, _CALLS, _REPEATS, 0, mends=mends
+            )
         except (RecomError, RuntimeError):  # registers that do not suffice, say
             return None
         return float(statistics.median(ms))

@@ -12,6 +12,7 @@ from recom_jax.program import DIM, IMM, OPERAND, RESULT, ClassDef, Instr, Progra
 
 PLAIN, REGION, JAGGED = 0, 1, 2
 RUNS = 3  # JAGGED, in launch words: aligned tiles deal out their positions (runs.py)
+SEARCHES = 4  # added to either in launch words: tiles may search their segment ids (headers/recom_segments.cuh)
 
 _SIZES = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,

@@ -138,6 +138,16 @@ class Memory:
     owners: list[np.ndarray[Any, Any]]
     storage: np.ndarray[Any, Any]
 
+    def forget(self) -> None:
+        """A launch is over: others may write what it has written."""
+        for owner in self.owners:
+            if owner.dtype == np.uint32:
+                owner[:] = 0
+
+    def readable(self, k: int) -> None:
+        """From now on buffer `k` is read only."""
+        self.regions[k].owner = None
+
     def add(self, data: bytes) -> int:
         """One more operand; its address."""
         raw = np.frombuffer(data or b"\0", np.uint8).copy()
@@ -182,7 +192,13 @@ class Kernel:
     library: Any
 
     def launch(
-        self, params: bytes, grid: int, memory: Memory, block: int = 256, order: int = 0
+        self,
+        params: bytes,
+        grid: int,
+        memory: Memory,
+        block: int = 256,
+        order: int = 0,
+        entry: str = "emu_entry",
     ) -> None:
         """Runs `grid` blocks. Raises EmulationError at the first access or barrier that is wrong."""
         shared, size = self.library.emu_shared_begin, self.library.emu_shared_bytes
@@ -193,7 +209,7 @@ class Kernel:
         all_regions = [*memory.regions, _Buffer(held.ctypes.data, held.nbytes, None)]
         regions = (_Buffer * len(all_regions))(*all_regions)
         error = _runtime().emu_run(
-            self.library.emu_entry,
+            getattr(self.library, entry),
             ctypes.c_void_p(held.ctypes.data),
             ctypes.c_int(grid),
             ctypes.c_int(block),
@@ -227,6 +243,7 @@ size_t emu_shared_bytes() { return static_cast<size_t>(__stop_emu_shared - __sta
 void emu_entry(const void* params) { %s(*static_cast<const %s*>(params)); }
 }
 """
+MENDS = 'extern "C" void emu_mend(const void* p) { recom_mend(*static_cast<const %s*>(p)); }\n'
 
 
 def kernel(
@@ -247,6 +264,8 @@ def kernel(
         name,
         params,
     )
+    if " recom_mend(" in whole.replace("\n", " "):
+        whole += MENDS % params
     # Each thread has a copy of the parameters on its stack, so they are small here.
     defined = [f"-DRECOM_POINTERS={pointers}", f"-DRECOM_POINTED={POINTED}"]
     command = [*COMMON, *KERNEL, *defined, f"-I{HERE}", f"-I{HEADERS}"]

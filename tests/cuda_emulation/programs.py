@@ -34,6 +34,8 @@ class Options:
       sms: multiprocessors that the real plan spreads its tiles over.
       slice_positions: least positions of a jagged bag's slice in the real plan, 0: as the plan likes.
       schedule: of the kernel and the real plan; None: the untuned one.
+      search: segment ids of a column from which on tiles search them in the real plan, 0: as the plan likes, -1: none.
+      mended: whether the kernel that mends runs.
       flags: more flags of the C++ compiler.
     """
 
@@ -43,6 +45,8 @@ class Options:
     sms: int = 4
     slice_positions: float = 0.0
     schedule: Any = None
+    search: int = 0
+    mended: bool = True
     flags: tuple[str, ...] = ()
 
 
@@ -71,15 +75,19 @@ def emulate(
       layout: per virtual operand, where it lies.
     """
     from recom_jax.cuda.codegen import DEFAULT, generate
+    from recom_jax.cuda.kernel import FOUND_BYTES, searches
 
     text = generate(program, options.schedule or DEFAULT)
     if layout is None:
         places = [Place(k, 0, a.shape) for k, a in enumerate(operands)]
     else:
         places = list(layout)
-    launches = _launches(program, text.launch, operands, results, places, layout, options)
+    found = [np.empty(FOUND_BYTES, np.uint8)] * (searches(text.launch) and options.search >= 0)
+    launches = _launches(
+        program, text.launch, operands, [*results, *found], places, layout, options
+    )
     compiled = kernel(text.source, pointers=options.pointers, extra=options.flags)
-    m = memory(operands, results, shifted=options.tiles == "unaligned")
+    m = memory(operands, [*results, *found], shifted=options.tiles == "unaligned")
     regions = list(m.regions)
     for launch in launches:
         if len(launch.buffers) > options.pointers > 0:
@@ -94,9 +102,15 @@ def emulate(
         head = m.add(launch.tiles), m.add(launch.words)
         params = struct.pack(f"<{2 + len(pointers)}Q", *head, *pointers)
         compiled.launch(params, launch.grid, m, order=options.order)
+        if launch.mends and options.mended:
+            m.forget()
+            m.readable(len(operands) + len(results))
+            tiles = struct.pack("<Q", m.add(launch.mends))
+            grid = len(launch.mends) // 32
+            compiled.launch(tiles + params[8:], grid, m, order=options.order, entry="emu_mend")
     for a, b in zip(operands, m.arrays, strict=False):
         assert a.tobytes() == b.tobytes(), "an operand changed"
-    return [a.copy() for a in m.arrays[len(operands) :]]
+    return [a.copy() for a in m.arrays[len(operands) : len(operands) + len(results)]]
 
 
 def fill_table(addresses: Sequence[int], order: int = 0) -> bytes:
@@ -139,9 +153,12 @@ def _launches(
         options.sms,
         options.pointers,
         options.slice_positions,
+        max(options.search, 0),
     )
-    kind = "tiles" if options.tiles == "real" else "unaligned"
-    return [Launch(x[kind], x["words"], tuple(x["buffers"])) for x in made["launches"]]
+    kind, mends = "tiles", "mends"
+    if options.tiles != "real":
+        kind, mends = "unaligned", "unaligned_mends"
+    return [Launch(x[kind], x["words"], tuple(x["buffers"]), x[mends]) for x in made["launches"]]
 
 
 def _type(a: Array) -> tuple[int, list[int]]:

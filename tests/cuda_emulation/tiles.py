@@ -26,11 +26,13 @@ OFFSET_BITS = 44
 class Launch:
     """Attributes:
     buffers: which of the call's buffers (operands, then results) the launch's pointers are.
+    mends: tiles of the kernel that mends, which follows.
     """
 
     tiles: bytes
     words: bytes
     buffers: tuple[int, ...]
+    mends: bytes = b""
 
     @property
     def grid(self) -> int:

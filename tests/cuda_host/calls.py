@@ -34,10 +34,9 @@ def lowered(fn: Callable[..., Any], *args: Any, **options: Any) -> list[tuple[An
     def kind(aval: Any) -> tuple[int, tuple[int, ...]]:
         return _DTYPES[str(np.dtype(aval.dtype))], tuple(aval.shape)
 
-    def spy(ctx: Any, operands: Any, call: Any, scratch: int = 0, **more: Any) -> Any:
+    def spy(ctx: Any, operands: Any, call: Any, scratch: Any = (), **more: Any) -> Any:
         results = [kind(x) for x in ctx.avals_out]
-        if scratch:
-            results.append(kind(jax.core.ShapedArray((scratch,), np.dtype(np.uint8))))
+        results += [kind(jax.core.ShapedArray((n,), np.dtype(np.uint8))) for n in scratch]
         attributes = {k: v for k, v in more.items() if k != "target"}
         attributes.update(program=call.encoded.words, hash=call.encoded.digest)
         found.append(([kind(x) for x in ctx.avals_in[: call.n_physical]], results, attributes))

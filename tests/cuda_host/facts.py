@@ -79,6 +79,24 @@ def steady(run: Runner) -> dict[str, Any]:
     return found
 
 
+def searched(run: Runner) -> dict[str, Any]:
+    """Calls of so many segment ids that tiles search them, and of fewer."""
+    run.host.set_device(0, 1)
+    found = {}
+    for name, n in (("many", 1 << 16), ("few", 1 << 10)):
+        s = jax.ShapeDtypeStruct
+        given = s((100, 8), jnp.float32), s((n,), jnp.int32), s((n,), jnp.int32)
+        call = captured(run.host, lambda t, x, seg: jax.ops.segment_sum(t[x], seg, 500), *given)
+        found[name] = {"first": run(call, "initialize"), "again": run(call, "initialize")}
+        keep = HEAD + call.n_buffers
+        run(call, "execute")
+        addresses = call.move(1 << 16)
+        found[name] |= {"execute": run(call, "execute", keep), "addresses": addresses}
+        call.move((1 << 16) + 4)
+        found[name]["unaligned"] = run(call, "execute", keep)
+    return found
+
+
 def mistaken(run: Runner) -> dict[str, Any]:
     """Calls that differ in one thing, at the same addresses, which must not be taken for one another."""
     run.host.set_device(0, 1)
@@ -219,7 +237,7 @@ def refused(run: Runner) -> dict[str, Any]:
 
 def main() -> None:
     run = Runner(sys.argv[1])
-    told = {f.__name__: f(run) for f in (steady, mistaken, many, faults, parts, refused)}
+    told = {f.__name__: f(run) for f in (steady, searched, mistaken, many, faults, parts, refused)}
     print("FACTS " + json.dumps(told))
 
 

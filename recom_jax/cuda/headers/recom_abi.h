@@ -27,6 +27,8 @@ enum Form : int {
   kJagged = 2,  // positions find their bag by segment ids
   kRuns = 3,    // likewise, but aligned tiles deal out their positions, not their bags (recom_runs.cuh)
 };
+// In launch words added to kJagged and kRuns: tiles may search their segment ids (recom_segments.cuh).
+constexpr int kSearches = 4;
 RECOM_ABI_FN constexpr bool is_jagged(int form) { return form == kJagged || form == kRuns; }
 
 // A block's work: bags [bag0, bag0 + bags) of `columns` columns of one class. The words of column k start
@@ -36,14 +38,15 @@ struct Tile {
   long long bag0;
   int bags;
   int cls;
-  short columns;
+  short columns;  // 0: one of so many segment ids that the block searches, and looks at a part of them
   short lanes;    // of a bag: lane l holds features [l * vec, (l + 1) * vec) of each chunk
   short slices;   // groups of lanes that share the positions of one bag; a power of two, lanes * slices <= 32 if > 1
   short aligned;  // 1: rows and results allow accesses of a whole vector
 };
 
 // A column's words: the number of bags, then the class's slots. IMM and DIM slots hold their value, OPERAND and
-// RESULT slots a place: index of the launch's buffer << kOffsetBits | byte offset.
+// RESULT slots a place: index of the launch's buffer << kOffsetBits | byte offset. Where tiles search, three words follow:
+// a place for a byte of each tile, the number of bags of a tile (the last one has what is left), and of tiles.
 constexpr int kOffsetBits = 44;
 constexpr int kMaxBuffers = 1 << 19;  // what is left for an index, the sign not used
 

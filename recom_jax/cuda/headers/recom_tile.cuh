@@ -266,6 +266,31 @@ RECOM_FN T* target(const Params& p, i64 place) {
   return const_cast<T*>(source<T>(p, place));
 }
 
+// What the words behind a column's slots say of how its tiles search segment ids: each read where it is used, to hold no
+// register in between.
+struct Looks {
+  const Params& p;
+  const Worker& me;
+  int behind;
+
+  RECOM_FN u8* found() const { return target<u8>(p, me.late(behind)); }  // by tile: whether what it has looked at ascends
+  RECOM_FN i32 tile(const Tile& t) const {
+    return static_cast<i32>(static_cast<u32>(t.bag0) / static_cast<u32>(me.late(behind + 1)));
+  }
+  RECOM_FN u32 tiles() const { return static_cast<u32>(me.late(behind + 2)); }
+};
+// Whether all tiles have found that a column's ids ascend. The whole block asks, of a launch that follows theirs.
+RECOM_FN bool all_ascend(const Params& p, const Tile& t, int behind) {
+  const Worker me(p.words + t.words);
+  const Looks looks{p, me, behind};
+  const u8* const found = looks.found();
+  const u32 tiles = looks.tiles();
+  bool ok = true;
+#pragma unroll 4
+  for (u32 k = threadIdx.x; k < tiles; k += kThreads) ok &= found[k] != 0;
+  return __syncthreads_and(ok) != 0;
+}
+
 // Whether those of n numbers ascend that this thread looks at: the threads of a block look at all.
 template <class F>
 RECOM_FN bool ascends(const F& f, i64 n) {

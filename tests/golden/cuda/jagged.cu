@@ -3,7 +3,7 @@
 
 namespace recom_cuda {
 
-// The same for segment ids in any order: each bag looks at every position.
+// The same for segment ids in any order.
 __device__ __noinline__ void class_0_any(const Params& p) {
   constexpr int kVec = 1;
   const Tile t = tile_of(p);
@@ -21,82 +21,94 @@ __device__ __noinline__ void class_0_any(const Params& p) {
     const i32 r0 = load_one(b4 + q);
     return static_cast<i32>(r0);
   };
-  const i32 bags = static_cast<i32>(t.bag0) + t.bags;
-  for (i32 at = static_cast<i32>(t.bag0); at < bags; at += me.step) {
-    const bool on = at + me.first < bags;
-    const i32 bag = on ? at + me.first : bags - 1;
-    for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
-      const i32 mine = chunk + me.lane * kVec;
-      const bool has = on && mine < 8;
-      const i32 f = mine < 8 ? mine : 0;
-      Row<f32, kVec> r1 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
-      f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank);
-      {
-        [[maybe_unused]] const i32 total = static_cast<i32>(s2);
-        const Range span{0, total};
-        constexpr int kFlight = 1, kOwn = own_numbers(kShare, kFlight);
-        const i32 end = span.end;
-        struct Read { i32 r2; };
-        const auto read = [&](i32 at_q) -> Read {
-          const i32 q = at_q < end ? at_q : 0;
-          Read found;
-          found.r2 = load_one(b7 + q);
-          return found;
-        };
-        struct Position {
-          bool in; i32 r8; f32 r10;
-        };
-        const auto numbers = [&](i32 at_q, const Read& raw) -> Position {
-          Position now;
-          const bool in = at_q < end && seg_0(at_q) == bag;
-          const i32 r2 = raw.r2;
-          const i32 r3 = immediate<i32>(0);
-          const pred r4 = x_lt(r2, r3);
-          const i32 r5 = immediate<i32>(50);
-          const i32 r6 = x_add(r2, r5);
-          const i32 r7 = x_select(r4, r2, r6);
-          const i32 r8 = index_clip<i32>(r7, 50);
-          const f32 r10 = immediate<f32>(1065353216);
-          now.in = in;
-          now.r8 = in ? r8 : static_cast<i32>(kSkipped);
-          now.r10 = r10;
-          return now;
-        };
-        const auto* const mine1 = kept(b12 + f);
-        const i32 most = end;
-        for (i32 done = 0; done < most; done += kOwn * team.size) {
-          const i32 q0 = span.begin + done;
-          Position now[kOwn];
-          Read raw[kOwn];
-          #pragma unroll
-          for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
-          #pragma unroll
-          for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
-          #pragma unroll
-          for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r9, now[i].r10);
-          #pragma unroll 1
-          for (int g = 0; g < kOwn * kShare; g += kFlight) {
-            if (done + g * kSlices >= most) break;
-            i32 r8[kFlight];
-            share_flight<kFlight>(team, r8, g, [&](int i) { return now[i].r8; });
-            Row<f32, kVec> x1[kFlight];
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) {
-              if (r8[u] >= 0) x1[u] = fetch<f32, kVec, true>(mine1, r8[u], 8);
-            }
-            #pragma unroll
-            for (int u = 0; u < kFlight; ++u) {
-              if (r8[u] >= 0) r1 = combine<kSum>(r1, x1[u]);
+  Gathered<kStageBytes / 1 * 0, kStageBytes / 1> gathered_0;
+  const i32 all = static_cast<i32>(t.bag0) + t.bags;
+  for (i32 low = static_cast<i32>(t.bag0), bags; low < all; low = bags) {
+    bags = all;
+    gathered_0.gather(seg_0, s2, low, bags);
+    for (i32 at = low; at < bags; at += me.step) {
+      const bool on = at + me.first < bags;
+      const i32 bag = on ? at + me.first : bags - 1;
+      for (i32 chunk = 0; chunk < 8; chunk += kLanes * kVec) {
+        const i32 mine = chunk + me.lane * kVec;
+        const bool has = on && mine < 8;
+        const i32 f = mine < 8 ? mine : 0;
+        Row<f32, kVec> r1 = spread<kVec>(start_of<kSum>(immediate<f32>(0), me.slice));
+        f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank);
+        {
+          [[maybe_unused]] const i32 total = gathered_0.n;
+          const Range span{0, total};
+          constexpr int kFlight = 1, kOwn = own_numbers(kShare, kFlight);
+          const i32 end = span.end;
+          struct Read { i32 r2; };
+          const auto read = [&](i32 at_q) -> Read {
+            const i32 q = gathered_0.at(at_q < end ? at_q : 0);
+            Read found;
+            found.r2 = load_one(b7 + q);
+            return found;
+          };
+          struct Position {
+            bool in; i32 r8; f32 r10;
+          };
+          const auto numbers = [&](i32 at_q, const Read& raw) -> Position {
+            Position now;
+            const bool in = at_q < end;
+            const i32 r2 = raw.r2;
+            const i32 r3 = immediate<i32>(0);
+            const pred r4 = x_lt(r2, r3);
+            const i32 r5 = immediate<i32>(50);
+            const i32 r6 = x_add(r2, r5);
+            const i32 r7 = x_select(r4, r2, r6);
+            const i32 r8 = index_clip<i32>(r7, 50);
+            const f32 r10 = immediate<f32>(1065353216);
+            now.in = in;
+            now.r8 = in ? r8 : static_cast<i32>(kSkipped);
+            now.r10 = r10;
+            return now;
+          };
+          const auto* const mine1 = kept(b12 + f);
+          const i32 most = end;
+          for (i32 done = 0, met = 0; done < most; done += kLanes * kSlices) {
+            const int rank = me.slice * kLanes + me.lane;
+            const i32 asked = done + rank < end ? gathered_0.at(done + rank) : -1;
+            const bool is = asked >= 0 && seg_0(asked) == bag;
+            u32 those = said_by_team(is, kLanes * kSlices, rank);
+            for (; those != 0; those &= those - 1) {
+              if ((met++ & (kSlices - 1)) != me.slice) continue;
+              const i32 q0 = done + __ffs(static_cast<int>(those)) - 1 - me.slice;
+              Position now[kOwn];
+              Read raw[kOwn];
+              #pragma unroll
+              for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
+              #pragma unroll
+              for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
+              #pragma unroll
+              for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r9, now[i].r10);
+              #pragma unroll 1
+              for (int g = 0; g < kOwn * kShare; g += kFlight) {
+                if (done + g * kSlices >= most) break;
+                i32 r8[kFlight];
+                share_flight<kFlight>(team, r8, g, [&](int i) { return now[i].r8; });
+                Row<f32, kVec> x1[kFlight];
+                #pragma unroll
+                for (int u = 0; u < kFlight; ++u) {
+                  if (r8[u] >= 0) x1[u] = fetch<f32, kVec, true>(mine1, r8[u], 8);
+                }
+                #pragma unroll
+                for (int u = 0; u < kFlight; ++u) {
+                  if (r8[u] >= 0) r1 = combine<kSum>(r1, x1[u]);
+                }
+              }
             }
           }
+          join_slices<kSum>(r1, kLanes, kSlices);
+          join_slices<kSum>(r9, kLanes / kShare, team.size);
         }
-        join_slices<kSum>(r1, kLanes, kSlices);
-        join_slices<kSum>(r9, kLanes / kShare, team.size);
+        const f32 r11 = immediate<f32>(1065353216);
+        const f32 r12 = x_max(r9, r11);
+        const Row<f32, kVec> r13 = x_div(r1, r12);
+        if (has && me.slice == 0) store(out + i64{bag} * 8 + f, r13);
       }
-      const f32 r11 = immediate<f32>(1065353216);
-      const f32 r12 = x_max(r9, r11);
-      const Row<f32, kVec> r13 = x_div(r1, r12);
-      if (has && me.slice == 0) store(out + i64{bag} * 8 + f, r13);
     }
   }
 }
@@ -118,9 +130,14 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
     const i32 r0 = load_one(b4 + q);
     return static_cast<i32>(r0);
   };
+  const Looks looks{p, me, 25};
   Range tile_0;
-  if (!find_segments(seg_0, s2, t, tile_0)) return class_0_any(p);
+  if (!find_segments(seg_0, s2, t, looks, tile_0)) {
+    if (!searches(t)) class_0_any(p);
+    return;
+  }
   if (kStaged && !(Staged<i32, 0, 16384>::fits(tile_0, t.bags))) return class_0<kVec, false>(p, t);
+  if (kStaged && searches(t) && !tile_ascends(seg_0, t, tile_0)) return;
   Staged<i32, 0, 16384> staged_2(b7, tile_0);
   if (kStaged) staged_2.copy(b7, tile_0);
   Limits<0, 16384> limits_0(t, tile_0);
@@ -217,5 +234,14 @@ recom_fused(const __grid_constant__ recom_cuda::Params p) {
   const recom_cuda::Tile t = recom_cuda::tile_of(p);
   switch (t.cls) {
     case 0: if (t.aligned) recom_cuda::class_0<4, true>(p, t); else recom_cuda::class_0<1, false>(p, t); break;
+  }
+}
+
+// Where segment ids that tiles have searched do not ascend.
+extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 2)
+recom_mend(const __grid_constant__ recom_cuda::Params p) {
+  const recom_cuda::Tile t = recom_cuda::tile_of(p);
+  switch (t.cls) {
+    case 0: if (!recom_cuda::all_ascend(p, t, 25)) recom_cuda::class_0_any(p); break;
   }
 }

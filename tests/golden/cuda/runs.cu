@@ -4,7 +4,7 @@
 
 namespace recom_cuda {
 
-// The same for segment ids in any order: each bag looks at every position.
+// The same for segment ids in any order.
 __device__ __noinline__ void class_0_any(const Params& p) {
   constexpr int kVec = 1;
   const Tile t = tile_of(p);
