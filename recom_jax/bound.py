@@ -62,7 +62,8 @@ class Plan:
       layout, packer: of the staged leaves; packer: narrows 64-bit leaves as the x64 flag was.
       target: where the staging operand is a token (`stage`); None: where it is the staging array.
       copied: bytes of the pack that each call copies on the device, where there is a target.
-      body: (staging?, arena?, *direct_bound, *direct) -> the function's result; with a target (result, done).
+      words: calls take the staging array's 32-bit words behind it, too.
+      body: (staging?, words?, arena?, *direct_bound, *direct) -> the function's result; with a target (result, done).
       call: the same, jitted; raises `MismatchError` where a direct leaf's type is another.
     """
 
@@ -78,6 +79,7 @@ class Plan:
     packer: Any
     target: stage.Target | None
     copied: int
+    words: bool
     body: Callable[..., Any]
     call: Callable[..., Any]
 
@@ -137,6 +139,7 @@ def make_plan(source: Source) -> Plan:
         pack.layout_of([LeafSpec.of(call.leaves[k]) for k in arena]) if arena else None,
         source.target is not None and bool(packed),
         part,
+        source.target is None and layout is not None and _reads_words(layout, by_other),
     )
     body = _body(compiled, places)
     body.__name__ = source.name
@@ -155,6 +158,7 @@ def make_plan(source: Source) -> Plan:
         packer,
         source.target if places.by_token else None,
         part[1] - part[0] if part else layout.total_bytes if layout is not None else 0,
+        places.words,
         body,
         jax.jit(body),
     )
@@ -203,6 +207,11 @@ def _part(layout: Any, by_other: Sequence[bool]) -> tuple[int, int] | None:
     return (begin, end) if 2 * (end - begin) <= layout.total_bytes else None
 
 
+def _reads_words(layout: Any, by_other: Sequence[bool]) -> bool:
+    """Whether something besides fused calls reads 32-bit entries: XLA puts bytes together one by one."""
+    return any(other and pack.is_words(layout, k) for k, other in enumerate(by_other))
+
+
 def _nbytes(spec: LeafSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
@@ -235,6 +244,7 @@ class _Places:
     part: (
         tuple[int, int] | None
     )  # what of the pack is copied for XLA, where fused calls read the token
+    words: bool
 
 
 def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
@@ -247,6 +257,7 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         rest = list(args)
         staging = rest.pop(0) if places.packed else None
+        words = rest.pop(0) if places.words else None
         token = None
         if places.by_token and places.part is None:
             staging, done = stage.copy_slot(staging, places.layout.total_bytes)
@@ -286,6 +297,8 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
                 value, layout, entry = in_pack[id(atom)]
                 if token is not None and value is token.array:
                     env[id(atom)] = pack.unpack(copied, layout, entry, places.part)
+                elif words is not None and value is staging and pack.is_words(layout, entry):
+                    env[id(atom)] = pack.unpack_words(words, layout, entry)
                 else:
                     env[id(atom)] = pack.unpack(value, layout, entry)
             return env[id(atom)]

@@ -237,6 +237,8 @@ class Server(Prepared):
                 return self._run_by_token(plan.target, plan.call, staged, [*bound, *direct])
             if staged is None:
                 return plan.call(*bound, *direct)
+            if plan.words:
+                return plan.call(staged[1], staged[1].view(np.uint32), *bound, *direct)
             return plan.call(staged[1], *bound, *direct)
         except RecomError:
             raise
