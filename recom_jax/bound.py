@@ -64,7 +64,8 @@ class Plan:
       copied: bytes of the pack that each call copies on the device, where there is a target.
       out_tree, kinds: the result's structure, and the shapes and types of its arrays.
       delivered: with a target, their bytes on the host (`stage.deliver`); -1 where JAX alone can take them there.
-      body: (staging?, arena?, *direct_bound, *direct) -> the function's result; with a target (result, done).
+      words: calls take the staging array's 32-bit words behind it, too.
+      body: (staging?, words?, arena?, *direct_bound, *direct) -> the function's result; with a target (result, done).
       call: the same, jitted; raises `MismatchError` where a direct leaf's type is another.
     """
 
@@ -83,6 +84,7 @@ class Plan:
     out_tree: Any
     kinds: tuple[jax.ShapeDtypeStruct, ...]
     delivered: int
+    words: bool
     body: Callable[..., Any]
     call: Callable[..., Any]
 
@@ -144,6 +146,7 @@ def make_plan(source: Source) -> Plan:
         source.target is not None and bool(packed),
         part,
         all(_has_plain_bytes(k.dtype) for k in kinds),
+        source.target is None and layout is not None and _reads_words(layout, by_other),
     )
     body = _body(compiled, places)
     body.__name__ = source.name
@@ -165,6 +168,7 @@ def make_plan(source: Source) -> Plan:
         compiled.traced.out_tree,
         kinds,
         stage.delivered_bytes(kinds) if places.delivers else -1,
+        places.words,
         body,
         jax.jit(body),
     )
@@ -218,6 +222,11 @@ def _part(layout: Any, by_other: Sequence[bool]) -> tuple[int, int] | None:
     return (begin, end) if 2 * (end - begin) <= layout.total_bytes else None
 
 
+def _reads_words(layout: Any, by_other: Sequence[bool]) -> bool:
+    """Whether something besides fused calls reads 32-bit entries: XLA puts bytes together one by one."""
+    return any(other and pack.is_words(layout, k) for k, other in enumerate(by_other))
+
+
 def _nbytes(spec: LeafSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
@@ -251,6 +260,7 @@ class _Places:
         tuple[int, int] | None
     )  # what of the pack is copied for XLA, where fused calls read the token
     plain: bool  # results are what numpy can hold
+    words: bool
 
     @property
     def delivers(self) -> bool:
@@ -267,6 +277,7 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         rest = list(args)
         staging = rest.pop(0) if places.packed else None
+        words = rest.pop(0) if places.words else None
         slot, token = staging, None
         if places.by_token and places.part is None:
             staging, done = stage.copy_slot(staging, places.layout.total_bytes)
@@ -306,6 +317,8 @@ def _body(compiled: Any, places: _Places) -> Callable[..., Any]:
                 value, layout, entry = in_pack[id(atom)]
                 if token is not None and value is token.array:
                     env[id(atom)] = pack.unpack(copied, layout, entry, places.part)
+                elif words is not None and value is staging and pack.is_words(layout, entry):
+                    env[id(atom)] = pack.unpack_words(words, layout, entry)
                 else:
                     env[id(atom)] = pack.unpack(value, layout, entry)
             return env[id(atom)]

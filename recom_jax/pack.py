@@ -146,6 +146,19 @@ def unpack(
     return lax.reshape(lax.bitcast_convert_type(data, dtype), shape)
 
 
+def is_words(layout: Layout, i: int) -> bool:
+    """Whether entry `i` can be read from the pack's 32-bit words."""
+    whole = layout.offset(i) % 4 == 0 and layout.total_bytes % 4 == 0
+    return bool(whole and layout.dtype(i).itemsize == 4 and layout.entry_bytes(i))
+
+
+def unpack_words(pack_u32: jax.Array, layout: Layout, i: int) -> jax.Array:
+    """Entry `i` of a pack's 32-bit words: a slice, where XLA makes each number of four bytes in `unpack`."""
+    begin, size = layout.offset(i) // 4, layout.entry_bytes(i) // 4
+    data = lax.slice(pack_u32, (begin,), (begin + size,))
+    return lax.reshape(lax.bitcast_convert_type(data, layout.dtype(i)), layout.shape(i))
+
+
 def mismatch(
     layout: Layout, i: int, leaf: object, names: Sequence[str] | None = None
 ) -> BatchError:

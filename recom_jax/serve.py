@@ -261,6 +261,8 @@ class Server(Prepared):
                 return self._run_by_token(plan, plan.target, staged, [*bound, *direct], fetched)
             if staged is None:
                 return plan.call(*bound, *direct)
+            if plan.words:
+                return plan.call(staged[1], staged[1].view(np.uint32), *bound, *direct)
             return plan.call(staged[1], *bound, *direct)
         except RecomError:
             raise

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import shlex
+import shutil
 import struct
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests import cuda_emulation
-from tests.cuda_emulation import EmulationError
+from tests.cuda_emulation import EmulationError, build
 
 pytestmark = [
     pytest.mark.once,
@@ -226,3 +232,46 @@ def test_text_that_does_not_compile() -> None:
 def test_uninitialized_arrays_hold_garbage() -> None:
     body = "float v[4]; if (p.n == 0) v[1] = 1; int i = me(); if (i < p.n) p.y[i] = v[i % 4];"
     assert np.all(np.abs(run(body)) > 1e20)
+
+
+# ---- beside others in the process ------------------------------------------------------------------------------------
+
+STATIC = ("-static-libstdc++", "-static-libgcc")  # as some compilers link by themselves
+
+
+def own_library(extra: tuple[str, ...]) -> pathlib.Path:
+    try:
+        return build.runtime(extra)
+    except EmulationError as why:
+        pytest.skip(f"the C++ library is not there to be linked in: {why}")
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
+@pytest.mark.parametrize("extra", [(), STATIC], ids=["shared", "static"])
+def test_the_process_gets_the_emulators_names_alone(extra: tuple[str, ...]) -> None:
+    """They are global: a second C++ library among them would be that of modules loaded later."""
+    command = ["nm", "-D", "--defined-only", str(own_library(extra))]
+    lines = subprocess.run(command, text=True, capture_output=True, check=True).stdout.splitlines()
+    names = [line.split()[-1] for line in lines]
+    assert "emu_run" in names
+    assert all(n.startswith(("emu_", "__asan_", "__ubsan_")) for n in names), names
+
+
+def test_modules_loaded_later_catch_their_exceptions() -> None:
+    """matplotlib's ft2font throws where a name is asked for that it does not have, while it is imported."""
+    pytest.importorskip("matplotlib")
+    own_library(STATIC)
+    code = """
+from tests.cuda_emulation import build
+build._runtime()
+from matplotlib import ft2font
+print(hasattr(ft2font, "no such name"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=build.ROOT,
+        env={**os.environ, "CXX": shlex.join([*build.compiler(), *STATIC])},
+        text=True,
+        capture_output=True,
+    )
+    assert done.stdout.split() == ["False"], done.stderr[-3000:]

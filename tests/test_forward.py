@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import weakref
@@ -133,3 +134,74 @@ def test_an_optimized_function_is_one() -> None:
         look(table)
     with pytest.raises(recom_jax.errors.ArgumentError, match="argument ids of look"):
         look(table, "three")
+
+
+def pending() -> None:
+    """Raises what a call has left behind as raised, though it returned."""
+    ctypes.pythonapi.PyErr_Occurred()  # ctypes looks itself, once the call is over
+
+
+def test_no_call_leaves_an_error_behind() -> None:
+    f = Forward(lambda *args: args)
+    f(1)
+    pending()
+
+    def bad(a: Any) -> Any:
+        raise ValueError(a)
+
+    f._forward(bad)
+    with pytest.raises(LookupError):
+        f(1)
+    pending()
+
+    class Forgiving(_recom.Forward):  # type: ignore[misc]
+        def _failed(self, why: Any, args: Any, kwargs: Any) -> Any:
+            return "instead", type(why), args, kwargs
+
+    g = Forgiving()
+    g._forward(bad)
+    assert g(3) == ("instead", ValueError, (3,), {})
+    pending()
+
+    class Unable(_recom.Forward):  # type: ignore[misc]
+        """`_failed` is missing."""
+
+    h = Unable()
+    h._forward(bad)
+    with pytest.raises(AttributeError, match="_failed") as raised:
+        h(4)
+    assert raised.value.__traceback__ is not None
+    pending()
+    del f, g, h
+    gc.collect()
+    pending()
+
+
+def test_no_call_of_a_model_leaves_an_error_behind() -> None:
+    """Nor takes the exceptions of modules that are loaded later: matplotlib's ft2font throws while it is imported."""
+
+    @recom_jax.optimize
+    def look(table: Any, ids: Any) -> Any:
+        return table[ids % 5]
+
+    table, ids = np.arange(10, dtype=np.float32).reshape(5, 2), np.arange(3)
+    look(table, ids)
+    pending()
+    serve = look.bind(table)
+    for _ in range(3):
+        serve(ids)
+        pending()
+    serve(ids=ids)
+    views = serve.input_views(ids)
+    views[...] = ids
+    serve(views)
+    pending()
+    for wrong in ("three", ids.astype(object), {"x": ids}):
+        with pytest.raises(recom_jax.errors.RecomError):
+            serve(wrong)
+        pending()
+    pytest.importorskip("matplotlib")
+    from matplotlib import ft2font
+
+    assert not hasattr(ft2font, "no such name")
+    pending()

@@ -104,11 +104,17 @@ def _built(key: Sequence[str], sources: dict[str, str], command: Sequence[str]) 
 
 @functools.lru_cache(maxsize=1)
 def _runtime() -> Any:
-    own = {p.name: p.read_text() for p in sorted(HERE.glob("*.h")) + sorted(HERE.glob("*.cc"))}
-    command = [*COMMON, "-O2", "-g1", "-fvisibility=hidden", "runtime.cc", "memory.cc", "-ldl"]
-    library = ctypes.CDLL(str(_built(["runtime"], own, command)), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(runtime()), mode=ctypes.RTLD_GLOBAL)
     library.emu_run.restype = ctypes.c_char_p
     return library
+
+
+def runtime(extra: Sequence[str] = ()) -> pathlib.Path:
+    """The emulator's own object, which every kernel refers to."""
+    files = [p for kind in ("*.h", "*.cc", "*.map") for p in sorted(HERE.glob(kind))]
+    command = [*COMMON, "-O2", "-g1", "-fvisibility=hidden", "-Wl,--version-script=exports.map"]
+    command += ["runtime.cc", "memory.cc", "-ldl", *extra]
+    return _built(["runtime"], {p.name: p.read_text() for p in files}, command)
 
 
 @functools.lru_cache(maxsize=1)

@@ -35,7 +35,8 @@ def build(folder: pathlib.Path, compiler: list[str]) -> pathlib.Path:
         str(include),
         f"-Wl,-soname,{DRIVER}",
     ]
-    command += [*map(str, sorted(HERE.glob("*.cc"))), "-o", str(out)]
+    # Of a C++ library that the compiler links in, nothing: there would be two of them in the process.
+    command += ["-Wl,--exclude-libs,ALL", *map(str, sorted(HERE.glob("*.cc"))), "-o", str(out)]
     done = subprocess.run(command, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[:6000]
     return out
