@@ -54,11 +54,15 @@ def compile_prep(prep: Callable[[Any], Any], options: Options) -> Callable[[Any]
 
 
 def like(tree: Any) -> Any:
-    """Shapes and dtypes of a pytree of arrays."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            np.shape(x),
-            jax.dtypes.canonicalize_dtype(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype),
-        ),
-        tree,
-    )
+    """Shapes and dtypes of a pytree of arrays: random keys and Python numbers among them."""
+
+    def leaf(x: Any) -> Any:
+        dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+        weak = getattr(x, "weak_type", type(x) in (int, float))  # as jit takes them
+        dtype = _canonical(dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(np.shape(x), dtype, weak_type=weak)
+
+    return jax.tree.map(leaf, tree)
+
+
+_canonical: Any = jax.dtypes.canonicalize_dtype
