@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from recom_jax import corun, ffi
@@ -48,7 +47,10 @@ def runtime(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 def noisy(state: Any, batch: Any) -> tuple[Any, Any]:
     key, now = jax.random.split(state["key"])
     table = state["table"].at[batch["ids"]].add(state["rate"] * jax.random.uniform(now))
-    return {**state, "key": key, "table": table}, {"loss": table.sum(), "number": batch["number"][0]}
+    return {**state, "key": key, "table": table}, {
+        "loss": table.sum(),
+        "number": batch["number"][0],
+    }
 
 
 @pytest.mark.parametrize("probe", [False, True])
@@ -85,3 +87,146 @@ def test_python_numbers_of_a_state_stay_weak(runtime: str) -> None:
     state = {"w": jnp.zeros((), jnp.bfloat16), "rate": 0.1}
     assert numbers(pipe.run(state, raws(3))) == [0, 1, 2]
     assert pipe.runtime == runtime and pipe.plan.predicted_us > 0
+
+
+# ---- between runs --------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_none_is_not_lost() -> None:
+    """As one that preprocessing refuses: the next run over the same iterator begins with it."""
+    batches: list[Any] = raws(5)
+    good, batches[2] = batches[2], {}
+    stream = iter(batches)
+    pipe = corun.Pipeline(prep, step)
+    for bad, message in (({}, "no columns"), ({"id": 3}, "column 'id'"), (3, "not int")):
+        batches[2] = bad
+        with pytest.raises(TypeError, match=message):
+            numbers(pipe.run(start(), stream))
+        assert pipe.position == 2
+        batches[2] = good
+        stream = itertools.chain(batches)
+        pipe = corun.Pipeline(prep, step)
+    batches[2] = bad
+    got: list[int] = []
+    with pytest.raises(TypeError):
+        got.extend(int(m["number"]) for _, m in pipe.run(start(), stream))
+    with pytest.raises(TypeError, match="not int"):
+        numbers(pipe.run(start(), stream))
+    assert got == [0, 1] and pipe.position == 2
+
+
+@pytest.mark.parametrize("last", ["drop", "error"])
+def test_a_restart_knows_the_size_of_the_first_batch(last: Any) -> None:
+    batches = raws(3, last=5)
+    pipe = corun.Pipeline(prep, step, options=corun.Options(last=last))
+    if last == "drop":
+        assert numbers(pipe.run(start(), batches)) == [0, 1] and pipe.position == 2
+        assert numbers(pipe.run(start(), batches, start=2)) == []
+        assert numbers(pipe.run(start(), raws(2), start=1)) == [1]
+    else:
+        with pytest.raises(RuntimeError, match=r"last batch \(number 2\) has 5 rows"):
+            numbers(pipe.run(start(), batches, start=2))
+
+
+def test_other_iterators_in_between_lose_nothing(runtime: str) -> None:
+    pipe = corun.Pipeline(prep, step, options=corun.Options(slots=4))
+    one, other = iter(raws(10)), iter(raws(8))
+    got: dict[int, list[int]] = {0: [], 1: []}
+    for _ in range(3):
+        for k, stream in enumerate((one, other)):
+            run = pipe.run(start(), stream)
+            got[k] += [int(m["number"]) for _, m in itertools.islice(run, 2)]
+            run.close()
+            assert pipe.position == len(got[k])
+            assert numbers(pipe.run(start(), raws(2))) == [0, 1]  # an evaluation, over a list
+    assert got == {0: [0, 1, 2, 3, 4, 5], 1: [0, 1, 2, 3, 4, 5]}
+    assert numbers(pipe.run(start(), one)) == [6, 7, 8, 9]
+    assert numbers(pipe.run(start(), other)) == [6, 7]
+    assert pipe.runtime == runtime
+
+
+class _Box:
+    """Refers to itself, so that only the garbage collector frees it."""
+
+    def __init__(self, run: Any) -> None:
+        self.run, self.me = run, self
+
+
+@pytest.mark.parametrize("where", ["iterator", "prep"])
+def test_a_run_may_be_collected_by_threads_of_its_own(
+    runtime: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, done = threading.Event(), threading.Event()
+    failed: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", failed.append)
+
+    def collect() -> None:
+        if go.wait(20):
+            gc.collect()
+            done.set()
+
+    def source() -> Iterator[Any]:
+        for k, raw in enumerate(raws(10)):
+            if where == "iterator" and k == 4 and not done.is_set():
+                collect()
+            yield raw
+
+    class Column:
+        """An array that is made when it is asked for, on the thread that prepares."""
+
+        def __init__(self, of: Any, last: bool) -> None:
+            self.of, self.last = of, last
+
+        def __len__(self) -> int:
+            return len(self.of)
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            if self.last and not done.is_set():
+                collect()
+            return self.of
+
+    def lazy() -> Iterator[Any]:
+        for k, raw in enumerate(source()):
+            yield {**raw, "x": Column(raw["x"], where == "prep" and k == 4)}
+
+    stream = lazy()
+    pipe = corun.Pipeline(prep, step, options=corun.Options(slots=3, copy=False))
+    gc.collect()
+    gc.disable()
+    try:
+        box = _Box(pipe.run(start(), stream))
+        assert [int(next(box.run)[1]["number"]) for _ in range(3)] == [0, 1, 2]
+        del box
+        go.set()
+        assert done.wait(20)
+        end = time.monotonic() + 20
+        while threads() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not threads() and not failed
+    finally:
+        gc.enable()
+    assert numbers(pipe.run(start(), stream)) == list(range(3, 10))
+    assert pipe.runtime == runtime
+
+
+def test_what_a_reader_reads_that_was_left_behind_stays_out_of_the_next_run(runtime: str) -> None:
+    release = threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield raws(1)[0]
+        release.wait(20)
+        yield raws(2)[1]
+
+    pipe = corun.Pipeline(prep, step, options=corun.Options(close_timeout_s=0.05, slots=3))
+    run = pipe.run(start(), source())
+    next(run)
+    with pytest.warns(RuntimeWarning, match="still reads"):
+        run.close()
+    got = []
+    for _, m in pipe.run(start(), raws(6)):
+        got.append(int(m["number"]))
+        if len(got) == 2:
+            release.set()
+            time.sleep(0.2)
+    assert got == list(range(6)) and pipe.runtime == runtime
+    assert numbers(pipe.run(start(), raws(6))) == list(range(6))

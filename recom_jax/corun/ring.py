@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from recom_jax.corun.device import Device, Prepared, Ticket
@@ -16,6 +17,7 @@ from recom_jax.corun.source import Source
 from recom_jax.preprocess.ingest import snapshot
 
 END = object()
+OWN = "recom-corun"  # how the names of threads of ours begin
 
 
 class Places:
@@ -53,36 +55,59 @@ class Places:
 class Ring:
     """Batches of a `Source`, prepared by a `Device`, in order. `take` and `done` are the train loop's, in turns.
 
-    Use as a context manager: leaving it stops the reader and gives untrained batches back to the source.
+    Use as a context manager: leaving it stops the reader, gives untrained batches back to the source, calls `closed`.
+    Threads of the ring's own may leave it as well, as they may happen to collect the garbage of a run that was dropped;
+    then another thread does this, as none can wait for itself.
     """
 
     def __init__(
-        self, source: Source, device: Device, slots: int, timeout_s: float, copy: bool
+        self,
+        source: Source,
+        device: Device,
+        slots: int,
+        timeout_s: float,
+        copy: bool,
+        closed: Callable[[], None] = lambda: None,
     ) -> None:
         self._source, self._device, self._timeout_s = source, device, timeout_s
-        self._copy = copy
+        self._copy, self._closed = copy, closed
         self._free = Places(slots)
         self._filled: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
+        self._lock = threading.Lock()  # held while a batch is submitted
+        self._reading = self._left_behind = False
         self._taken: tuple[int, Any] | None = None
+        self._refused: tuple[int, Any] | None = None
         self._finished = False
-        self._thread = threading.Thread(target=self._read, name="recom-corun-reader", daemon=True)
+        self._thread = threading.Thread(target=self._read, name=f"{OWN}-reader", daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         try:
             while True:
                 self._free.acquire()
-                if self._stop.is_set():
-                    return
+                with self._lock:
+                    if self._stop.is_set():
+                        return
+                    self._reading = True
                 number, raw = next(self._source)
-                if self._copy:
-                    raw = snapshot(raw)
-                self._filled.put((number, raw, self._device.submit(raw)))
+                with self._lock:
+                    if self._left_behind:
+                        return  # the device is another run's by now
+                    self._reading = False
+                    self._submit(number, raw)
         except StopIteration:
             self._filled.put(END)
         except BaseException as why:
             self._filled.put(why)
+
+    def _submit(self, number: int, raw: Any) -> None:
+        try:
+            kept = snapshot(raw) if self._copy else raw
+            self._filled.put((number, kept, self._device.submit(kept)))
+        except BaseException:
+            self._refused = (number, raw)
+            raise
 
     def take(self) -> tuple[int, Prepared] | None:
         """The next batch, or None after the last. Raises what reading or preparing this batch raised."""
@@ -114,8 +139,23 @@ class Ring:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._free.close()  # a reader that waits for a slot wakes up
-        self._thread.join(self._timeout_s)
-        stuck = self._thread.is_alive()
+        if threading.current_thread().name.startswith(OWN):
+            threading.Thread(target=self._finish, name=f"{OWN}-end", daemon=True).start()
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        try:
+            self._thread.join(self._timeout_s)
+        finally:  # Ctrl-C, once more
+            try:
+                self._give_back()
+            finally:
+                self._closed()
+
+    def _give_back(self) -> None:
+        with self._lock:
+            stuck = self._left_behind = self._thread.is_alive() and self._reading
         left: list[tuple[int, Any]] = [] if self._taken is None else [self._taken]
         while True:
             try:
@@ -126,12 +166,14 @@ class Ring:
                 ticket: Ticket = item[2]
                 ticket.cancel()
                 left.append(item[:2])
+        if self._refused is not None:
+            left.append(self._refused)
         self._device.close()
         if stuck:
             warnings.warn(
                 "recom_jax.corun: the input iterator still reads; its thread is left behind and what it reads is lost",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
         else:
             self._source.give_back(left)

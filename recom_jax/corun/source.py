@@ -21,7 +21,8 @@ class Source:
     Args:
       raw_batches: an iterable of raw batches. One with a method ``skip(n)`` is asked to skip; others are read.
       start: how many batches of the stream were trained before.
-      last: see `Options.last`.
+      last: see `Options.last`. Batches are compared with the stream's first one; behind a ``skip``, which does not read
+        it, with the first one from there.
     """
 
     def __init__(self, raw_batches: Iterable[Any], start: int, last: Last) -> None:
@@ -52,7 +53,11 @@ class Source:
 
     def __next__(self) -> tuple[int, Any]:
         raw = self._read()
-        rows = rows_of(raw)
+        try:
+            rows = rows_of(raw)
+        except BaseException:
+            self._back.appendleft(raw)
+            raise
         if self._rows is None:
             self._rows = rows
         elif rows != self._rows and self._last != "keep":
@@ -76,7 +81,9 @@ class Source:
         iterator = iter(self.raw_batches)
         for k in range(self._start):
             try:
-                next(iterator)
+                raw = next(iterator)
+                if not k and self._last != "keep":  # what an odd last batch is compared with
+                    self._rows = rows_of(raw)
             except StopIteration:
                 raise PipelineError(
                     f"the stream ends after {k} batches, the run was to start behind {self._start}"

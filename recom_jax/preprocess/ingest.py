@@ -63,9 +63,16 @@ def rows_of(raw: Any) -> int:
     """Rows of a raw batch, without converting it."""
     if hasattr(raw, "num_rows"):
         return int(raw.num_rows)
-    if isinstance(raw, Mapping) and raw:
-        x = next(iter(raw.values()))
-        return length(x) if isinstance(x, (Jagged, Nullable, Int64)) else len(x)
+    if isinstance(raw, Mapping):
+        if not raw:
+            raise PreprocessTypeError("a raw batch has no columns; it needs at least one")
+        name, x = next(iter(raw.items()))
+        try:
+            return length(x) if isinstance(x, (Jagged, Nullable, Int64)) else len(x)
+        except TypeError as why:
+            raise PreprocessTypeError(
+                f"column {name!r}: a column has a leading axis of rows; {x!r:.80} has none"
+            ) from why
     raise PreprocessTypeError(
         f"a raw batch is a mapping of names to columns, or a pyarrow Table or RecordBatch, not {type(raw).__name__}"
     )
