@@ -1,0 +1,135 @@
+"""Columns as they come: arrays of other machines and other libraries, masks of bytes, lists that are none."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from recom_jax import corun
+from recom_jax import preprocess as pp
+from recom_jax.corun.prep import Room
+from recom_jax.preprocess.ingest import snapshot
+
+pytestmark = pytest.mark.once
+
+
+def test_arrays_in_another_byte_order() -> None:
+    """JAX takes them for arrays in this machine's order where it has compiled for such."""
+    x, ids = np.arange(4, dtype=np.float32), np.array([1, 2**40, -5, 7])
+    splits = np.array([0, 1, 1, 4, 4], np.int32)
+
+    def swapped(a: Any) -> Any:
+        return a.astype(a.dtype.newbyteorder(">"))
+
+    def columns(make: Any) -> Any:
+        return {
+            "x": make(x),
+            "n": pp.Nullable(make(x), np.ones(4, bool)),
+            "l": pp.Jagged(make(x), make(splits)),
+            "ids": make(ids),
+        }
+
+    run = jax.jit(lambda raw: {name: pp.cast(c, np.float32) for name, c in raw.items()})
+    want = run(pp.columns(columns(lambda a: a)))
+    got = run(pp.columns(columns(swapped)))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert pp.bucketize(x, [1, 2]).tolist() == pp.bucketize(swapped(x), [1, 2]).tolist()
+    pipe = corun.Pipeline(lambda raw: raw["x"], lambda s, b: (s, b))
+    for _, m in pipe.run((), [{"x": x}, {"x": swapped(x)}]):
+        np.testing.assert_array_equal(m, x)
+
+
+def test_other_floats() -> None:
+    x = np.array([0.25, 1.5, -2.0])
+    for dtype in (np.longdouble, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float16):
+        made = pp.columns({"x": x.astype(dtype)})
+        assert pp.clamp(made["x"], -1, 1).tolist() == [0.25, 1.0, -1.0]
+        assert pp.bucketize(made["x"], [0.0, 1.0]).tolist() == [1, 2, 0]
+    assert pp.columns({"x": x.astype(ml_dtypes.bfloat16)})["x"].dtype == jnp.bfloat16
+
+
+def test_masks_of_bytes_are_masks() -> None:
+    """Zero is False, whatever the other numbers are."""
+    bytes_ = np.array([1, 2, 0], np.uint8)
+    for make in (np.asarray, jnp.asarray, list):
+        valid = make(bytes_)
+        elements = pp.Jagged(pp.Nullable(np.array([5, 6, 7]), valid), [0, 2, 3])
+        other = pp.Jagged(np.array([5, 6, 7]), [0, 2, 3])
+        assert pp.pad(elements, 2).to_numpy().tolist() == [[5, 6], [-1, -1]]
+        assert np.asarray(pp.id_overlap_count(elements, other).valid).tolist() == [True, False]
+        assert pp.to_lists(pp.Nullable(np.array([5, 6, 7]), valid)).to_lists() == [[5], [6], []]
+        rows = pp.Jagged(np.array([5, 6, 7]), [0, 1, 2, 3], valid)
+        assert rows.to_lists() == [[5], [6], None] == pp.firstx(rows, 1).to_lists()
+    assert jax.jit(lambda v: pp.Nullable(v, v).valid)(jnp.arange(2)).dtype == bool
+
+
+def test_numbers_as_python_objects_are_numbers() -> None:
+    made = pp.columns(
+        {"i": np.array([1, None, 2**62], object), "f": np.array([0.5, 1, None], object)}
+    )
+    assert made["i"].values.to_numpy().tolist() == [1, 0, 2**62]
+    assert np.asarray(made["f"].valid).tolist() == [True, True, False]
+    assert made["f"].values.tolist()[:2] == [0.5, 1.0]
+
+
+def test_lists_that_are_none_are_named() -> None:
+    with pytest.raises(TypeError, match="column 'a': lists of lists"):
+        pp.columns({"a": pa.array([[[1], [2, 3]], []])})
+    with pytest.raises(TypeError, match=r"column 'a': .*Jagged.from_lists"):
+        pp.columns({"a": [[1, 2], [3]]})
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    with pytest.raises(ValueError, match=r"two columns .* 'a'"):
+        pp.columns(twice)
+
+
+def test_snapshots_are_of_any_memory_that_may_be_written() -> None:
+    class Tensor:
+        """As other libraries have them: memory that numpy shares."""
+
+        def __init__(self, of: Any) -> None:
+            self.of = of
+
+        def __len__(self) -> int:
+            return len(self.of)
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            return self.of
+
+    buffer = np.zeros(3, np.float32)
+    raw = {"t": Tensor(buffer), "l": [1, 2, 3], "m": memoryview(buffer)}
+    kept = snapshot(raw)
+    buffer[:] = 7
+    raw["l"][0] = 9  # type: ignore[index]
+    made = pp.columns(kept)
+    assert made["t"].tolist() == [0, 0, 0] and np.asarray(made["l"]).tolist() == [1, 2, 3]
+    assert np.asarray(made["m"]).tolist() == [0, 0, 0]
+
+
+def test_lists_that_belong_together_get_room_together() -> None:
+    """Ids and their scores, while another thread makes more room for both."""
+    room = Room()
+
+    def batch(n: int) -> dict[str, Any]:
+        splits = np.array([0, n], np.int32)
+        return {k: pp.Jagged(np.zeros(n, np.float32), splits) for k in ("ids", "scores")}
+
+    class Slow(dict[str, Any]):
+        def items(self) -> Any:
+            for k, item in enumerate(super().items()):
+                if k:
+                    other = threading.Thread(target=room, args=(batch(1000),))
+                    other.start()
+                    other.join(0.2)
+                yield item
+
+    room(batch(64))
+    made = room(Slow(batch(64)))
+    assert made["ids"].capacity == made["scores"].capacity
