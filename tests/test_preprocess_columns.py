@@ -133,3 +133,10 @@ def test_lists_that_belong_together_get_room_together() -> None:
     room(batch(64))
     made = room(Slow(batch(64)))
     assert made["ids"].capacity == made["scores"].capacity
+
+
+def test_the_logit_of_minus_zero_is_that_of_zero() -> None:
+    x = np.array([0.0, -0.0, 1.0, -1e-30], np.float32)
+    for eps in (None, 0.0):
+        got = np.asarray(pp.logit(x, eps))
+        assert got[:3].tolist() == [-np.inf, -np.inf, np.inf]
