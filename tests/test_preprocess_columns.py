@@ -111,6 +111,10 @@ def test_snapshots_are_of_any_memory_that_may_be_written() -> None:
     made = pp.columns(kept)
     assert made["t"].tolist() == [0, 0, 0] and np.asarray(made["l"]).tolist() == [1, 2, 3]
     assert np.asarray(made["m"]).tolist() == [0, 0, 0]
+    words = {"w": Tensor(np.array(["a", "hello"], object))}  # a series of strings
+    for batch in (words, snapshot(words)):
+        made = pp.columns(batch)
+        assert made["w"].to_numpy().tolist() == [12917804110809363939, 13009744463427800296]
 
 
 def test_lists_that_belong_together_get_room_together() -> None:

@@ -126,13 +126,15 @@ def _column(x: Any, min_capacity: int) -> Column:
         return x
     if is_arrow(x):
         return from_arrow(x, min_capacity=min_capacity)
+    if isinstance(x, jax.Array) or compat.is_tracer(x):
+        return x
+    if hasattr(x, "__array__") and not isinstance(x, (np.ndarray, Int64)):
+        x = np.asarray(x)  # a tensor or a series: its strings are strings, too
     text_like = isinstance(x, np.ndarray) and x.dtype.kind in "USO"
     if text_like and not (x.dtype == object and is_numbers(x)):
         from recom_jax.preprocess.hashing import fingerprint64
 
         return fingerprint64(x)
-    if isinstance(x, jax.Array) or compat.is_tracer(x):
-        return x
     made = column(x)
     if isinstance(made, Jagged) and all(isinstance(a, np.ndarray) for a in jax.tree.leaves(made)):
         made = made.replace(padded(made.values, ladder(made.capacity, min_capacity)))
