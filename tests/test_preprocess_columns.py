@@ -144,3 +144,26 @@ def test_the_logit_of_minus_zero_is_that_of_zero() -> None:
     for eps in (None, 0.0):
         got = np.asarray(pp.logit(x, eps))
         assert got[:3].tolist() == [-np.inf, -np.inf, np.inf]
+
+
+def test_casts_of_short_floats_stop_at_the_ends_of_the_range() -> None:
+    half = np.array([60000, np.inf, -np.inf, np.nan, -3.7, 40000], np.float16)
+    assert pp.cast(half, np.uint16).tolist() == [60000, 65535, 0, 0, 0, 40000]
+    assert pp.cast(half, np.int16).tolist() == [32767, 32767, -32768, 0, -3, 32767]
+    most, least = 2**31 - 1, -(2**31)
+    assert pp.cast(half, np.int32).tolist() == [60000, most, least, 0, -3, 40000]
+    brain = jnp.array([1e6, 3e38, -3e38, np.nan, 100.5, 70000], jnp.bfloat16)
+    assert pp.cast(brain, np.int32).tolist() == [999424, most, least, 0, 100, 70144]
+    assert pp.cast(brain, np.uint8).tolist() == [255, 255, 0, 0, 100, 255]
+
+
+def test_borders_keep_every_bit() -> None:
+    """numpy makes float64 of integers of both signs, and of integers beside floats."""
+    x = np.array([2**64 - 1, 2**63, 2**53 + 1, 5], np.uint64)
+    assert pp.bucketize(x, [9.5, 2**64 - 6]).tolist() == [2, 1, 1, 0]
+    assert pp.bucketize(x, [-1, 2**53, 2**63]).tolist() == [3, 2, 2, 1]
+    assert pp.bucketize(x, (np.float32(0.5), jnp.int32(5), 2**53)).tolist() == [3, 3, 3, 1]
+    program = pp.program({"b": ["x", ("bucketize", [-1, 2**53, 2**63])]})
+    assert program(pp.columns({"x": x}))["b"].tolist() == [3, 2, 2, 1]
+    with pytest.raises(TypeError, match="borders is a number"):
+        pp.bucketize(x, [[1, 2], [3, 4]])

@@ -92,8 +92,13 @@ def plain(operator_name: str, name: str, value: Any) -> Any:
         raise PreprocessTypeError(
             f"{operator_name}: {name} is part of the program, so it must be a Python value, not a traced array"
         )
-    if isinstance(value, (np.ndarray, jax.Array, list, tuple)):
-        return tuple(np.asarray(value).tolist())
+    if isinstance(
+        value, (list, tuple)
+    ):  # one by one: numpy would make floats of integers beside a float
+        return tuple(plain(operator_name, name, v) for v in value)
+    if isinstance(value, (np.ndarray, jax.Array)):
+        made = np.asarray(value).tolist()
+        return tuple(made) if isinstance(made, list) else made
     if isinstance(value, np.generic):
         return value.item()
     return value
