@@ -16,6 +16,7 @@ import pytest
 from recom_jax import corun, ffi
 from recom_jax import preprocess as pp
 from recom_jax.corun import calls, pipeline
+from recom_jax.corun.mesh import on_mesh
 from tests import corun_emulation, cuda_emulation
 from tests.helpers import cpu_only
 from tests.test_corun import numbers, prep, raws, start, step, threads
@@ -230,3 +231,9 @@ def test_what_a_reader_reads_that_was_left_behind_stays_out_of_the_next_run(runt
             time.sleep(0.2)
     assert got == list(range(6)) and pipe.runtime == runtime
     assert numbers(pipe.run(start(), raws(6))) == list(range(6))
+
+
+def test_a_last_batch_that_a_mesh_cannot_split_is_named() -> None:
+    mesh = jax.sharding.AbstractMesh((8,), ("d",))
+    with pytest.raises(RuntimeError, match=r"dimension 0 of \(5,\) into 8 parts.*last='drop'"):
+        on_mesh({"x": jnp.ones(5)}, mesh, jax.sharding.PartitionSpec("d"))
