@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from recom_jax import corun, ffi
@@ -237,3 +238,50 @@ def test_a_last_batch_that_a_mesh_cannot_split_is_named() -> None:
     mesh = jax.sharding.AbstractMesh((8,), ("d",))
     with pytest.raises(RuntimeError, match=r"dimension 0 of \(5,\) into 8 parts.*last='drop'"):
         on_mesh({"x": jnp.ones(5)}, mesh, jax.sharding.PartitionSpec("d"))
+
+
+# ---- settings of the thread that trains ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_settings_of_a_block_hold_for_preprocessing(runtime: str, workers: int) -> None:
+    """JAX keeps what `with` sets by thread; preprocessing runs on others."""
+
+    def wide(raw: Any) -> Any:
+        seen.add((jax.config.jax_numpy_dtype_promotion, jax.config.jax_default_matmul_precision))
+        return {"x": raw["x"] * 3, "id": pp.hash_bucket(raw["id"], 1 << 40)}
+
+    seen: set[Any] = set()
+    raw = {"x": np.linspace(0, 1, 8), "id": np.arange(8) + 2**60}
+    passed = jax.jit(lambda s, b: (s, b))
+    pipe = corun.Pipeline(wide, passed, options=corun.Options(workers=workers))
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        jax.default_matmul_precision("highest"),
+    ):
+        want = pipe.prepare(raw)
+        got = [b for _, b in pipe.run((), [raw] * 3)]
+        report = corun.measure(pipe, tuple, [raw] * 2, rounds=1)
+    assert want["x"].dtype == np.float64 and report.baselines
+    for b in got:
+        assert jax.tree.structure(b) == jax.tree.structure(want)
+        jax.tree.map(np.testing.assert_array_equal, b, want)
+        assert b["x"].dtype == np.float64 and b["id"].dtype == np.int64
+    assert seen == {("strict", "highest")} and pipe.runtime == runtime
+    outside = [b for _, b in pipe.run((), [raw] * 2)]
+    assert outside[0]["x"].dtype == np.float32 and isinstance(outside[0]["id"], pp.Int64)
+
+
+def test_a_pipeline_may_feed_another(runtime: str) -> None:
+    """Its iterator, on a thread of the other's, ends before it is run again."""
+    inner, outer = corun.Pipeline(prep, step), corun.Pipeline(prep, step)
+
+    def source() -> Iterator[Any]:
+        for raw in raws(6):
+            for _ in range(3):
+                assert numbers(inner.run(start(), raws(3))) == [0, 1, 2]
+            yield raw
+
+    assert numbers(outer.run(start(), source())) == list(range(6))
+    assert inner.runtime == outer.runtime == runtime

@@ -167,3 +167,46 @@ def test_borders_keep_every_bit() -> None:
     assert program(pp.columns({"x": x}))["b"].tolist() == [3, 2, 2, 1]
     with pytest.raises(TypeError, match="borders is a number"):
         pp.bucketize(x, [[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize(("setting", "x64"), [("strict", True), ("rank", False)])
+def test_operators_work_where_users_forbid_promotion(setting: str, x64: bool) -> None:
+    def everything(raw: Any) -> Any:
+        ids, lists, x, n = raw["id"], raw["l"], raw["x"], raw["n"]
+        scores = raw["s"]
+        return [
+            pp.sigrid_hash(lists, 1, 100), pp.sigrid_hash(ids, 1, 1 << 40), pp.hash_bucket(ids, 77),
+            pp.hashed_cross(ids, ids, num_buckets=100), pp.bucketize(x, [0.1, 0.2, 0.2]),
+            pp.bucketize(ids, [1, 2**41, 2**41]), pp.bucketize(raw["i8"], [1, 2, 2]), pp.clamp(ids, 0, 5),
+            pp.clamp(x, 0, 0.5), pp.fill_null(n, 0), pp.fill_null(n, 0.5, nan=True), pp.fill_null(lists, 3),
+            pp.cast(ids, np.float32), pp.cast(ids, np.int64), pp.cast(x, np.int8), pp.cast(raw["i8"], np.uint64),
+            pp.logit(x, 0.01), pp.logit(raw["i8"]), pp.boxcox(x, 0.5), pp.boxcox(ids, 0), pp.log1p(x),
+            pp.onehot(x, 0, 1, 4), pp.onehot_class(lists, 0, 9, 3), pp.mapid(ids, np.float32([1, 2])),
+            pp.mapid(ids, [3, 4], 1), pp.mapid(lists, np.arange(3)), pp.scale_to_0_1(n), pp.z_score(n),
+            pp.z_score(ids, 1), pp.firstx(lists, 1), pp.ngram(lists, 2), pp.pad(lists, 2), pp.pad(scores, 3), pp.to_lists(n),
+            pp.fill_null_lists(lists), pp.id_overlap_count(lists, lists), pp.has_id_overlap(lists, lists),
+            pp.get_jaccard_similarity(lists, lists), pp.get_max_count(lists, lists),
+            pp.get_cosine_similarity(lists, scores, lists, scores), pp.get_score_sum(lists, scores, lists, scores),
+            pp.get_score_min(lists, lists, scores), pp.get_score_max(lists, lists, scores),
+            lists.segment_ids(), lists.lengths,
+        ]  # fmt: skip
+
+    def run() -> Any:
+        valid = np.array([1, 0, 1, 1, 1], bool)
+        raw = pp.columns({
+            "id": np.arange(5) * 2**40,
+            "i8": np.arange(5, dtype=np.int8),
+            "x": np.linspace(0, 1, 5).astype(np.float32),
+            "n": pp.Nullable(np.float32([1, 2, np.nan, 4, 5]), valid),
+            "l": pp.Jagged(pp.Nullable(np.arange(6) * 2**33, np.arange(6) != 1), [0, 2, 2, 4, 5, 6], valid),
+            "s": pp.Jagged(np.linspace(-1, 1, 6), [0, 2, 2, 4, 5, 6]),
+        })  # fmt: skip
+        return jax.tree.map(np.asarray, jax.tree.leaves(jax.jit(everything)(raw)))
+
+    with jax.enable_x64(x64):
+        want = run()
+        promotion = jax.numpy_dtype_promotion, jax.numpy_rank_promotion
+        with promotion[0]("strict") if setting == "strict" else promotion[1]("raise"):
+            got = run()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from recom_jax import compat
 from recom_jax.corun.device import Device, Prepared, Ticket
 from recom_jax.corun.source import Source
 from recom_jax.preprocess.ingest import snapshot
@@ -72,6 +73,7 @@ class Ring:
         self._source, self._device, self._timeout_s = source, device, timeout_s
         self._copy, self._closed = copy, closed
         self._free = Places(slots)
+        self._settings = compat.thread_settings()
         self._filled: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._lock = threading.Lock()  # held while a batch is submitted
@@ -84,6 +86,7 @@ class Ring:
 
     def _read(self) -> None:
         try:
+            self._settings()
             while True:
                 self._free.acquire()
                 with self._lock:
@@ -139,7 +142,8 @@ class Ring:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._free.close()  # a reader that waits for a slot wakes up
-        if threading.current_thread().name.startswith(OWN):
+        here = threading.get_ident()
+        if here == self._thread.ident or here in self._device.threads:
             threading.Thread(target=self._finish, name=f"{OWN}-end", daemon=True).start()
         else:
             self._finish()

@@ -243,6 +243,7 @@ class Streams:
     ) -> None:
         self._engine, self._ingest, self._plain = engine, ingest, plain
         self._step, self._strict = step, strict
+        self.threads: set[int] = set()  # it packs on the reader's
         self._waiting: list[Staged] = []
         self._lock = threading.Lock()
         self._last: Any = None

@@ -61,7 +61,9 @@ def operator(columns: int = 1, check: Callable[..., None] | None = None) -> Call
 
         @functools.wraps(body)
         def traced(*args: Any) -> Any:
-            return body(*args)
+            # What users forbid themselves does not bind operators.
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                return body(*args)
 
         traced.__name__ = PREFIX + name
         jitted = jax.jit(traced, static_argnums=tuple(range(columns, len(names))))
@@ -76,7 +78,7 @@ def operator(columns: int = 1, check: Callable[..., None] | None = None) -> Call
             inputs = [column(bound.arguments[n]) for n in names[:columns]]
             hook = getattr(_LOCAL, "hook", None)
             if hook is not None:
-                return hook(name, body, inputs, values)
+                return hook(name, traced, inputs, values)
             return jitted(*inputs, *values.values())
 
         public.__dict__["check"] = check
