@@ -239,7 +239,7 @@ def column(x: Any) -> Column:
         made = host_integers(np.array(filled, object)) if whole else np.array(filled, np.float64)
         values = column(made.reshape(host.shape))
         return values if there.all() else Nullable(values, there)
-    if host.dtype.kind not in "biuf" and not jax.dtypes.issubdtype(host.dtype, np.floating):
+    if host.dtype.kind not in "biuf" and not jnp.issubdtype(host.dtype, jnp.floating):
         raise PreprocessTypeError(
             f"a column holds numbers, not {host.dtype}; make ids of strings with fingerprint64"
         )
