@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pathlib
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -285,3 +288,27 @@ def test_a_pipeline_may_feed_another(runtime: str) -> None:
 
     assert numbers(outer.run(start(), source())) == list(range(6))
     assert inner.runtime == outer.runtime == runtime
+
+
+OPEN_AT_EXIT = """
+import jax, numpy as np
+from recom_jax import corun
+def source():
+    while True:
+        yield {"x": np.ones(4, np.float32)}
+pipe = corun.Pipeline(lambda raw: raw, jax.jit(lambda s, b: (s, b)))
+run = pipe.run((), source())
+next(run)
+print("left open")
+"""
+
+
+def test_a_run_that_is_open_at_exit_says_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN_AT_EXIT],
+        cwd=pathlib.Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left open\n", "")

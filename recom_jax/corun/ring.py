@@ -74,6 +74,7 @@ class Ring:
         self._copy, self._closed = copy, closed
         self._free = Places(slots)
         self._settings = compat.thread_settings()
+        self._ident = threading.get_ident  # modules may be gone when a run is dropped at exit
         self._filled: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._lock = threading.Lock()  # held while a batch is submitted
@@ -142,7 +143,7 @@ class Ring:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._free.close()  # a reader that waits for a slot wakes up
-        here = threading.get_ident()
+        here = self._ident()
         if here == self._thread.ident or here in self._device.threads:
             threading.Thread(target=self._finish, name=f"{OWN}-end", daemon=True).start()
         else:
