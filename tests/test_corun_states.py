@@ -312,3 +312,86 @@ def test_a_run_that_is_open_at_exit_says_nothing() -> None:
         timeout=120,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "left open\n", "")
+
+
+def test_ctrl_c_while_it_waits_for_a_step_leaves_state_and_position_together() -> None:
+    """The caller's state is that of the step before: the batch is trained on again, with it."""
+    interrupts = iter([False, False, True, False, False, True])
+
+    class Late:
+        def block_until_ready(self) -> Late:
+            if next(interrupts, False):
+                raise KeyboardInterrupt
+            return self
+
+    def counting(state: int, batch: Any) -> tuple[int, Any]:
+        assert int(batch["number"][0]) == state  # each batch follows on the state before it
+        return state + 1, Late()
+
+    stream, states = iter(raws(9)), [0]
+    pipe = corun.Pipeline(prep, counting)
+    for want in (3, 6):
+        with pytest.raises(KeyboardInterrupt):
+            states.extend(s for s, _ in pipe.run(states[-1], stream))
+        assert pipe.position == states[-1] == want and not threads()
+    states.extend(s for s, _ in pipe.run(states[-1], stream))
+    assert pipe.position == 9 and states == list(range(10))
+
+
+def test_what_a_slow_iterator_reads_at_last_is_not_lost() -> None:
+    waits, release = threading.Event(), threading.Event()
+
+    def source() -> Iterator[Any]:
+        for k, raw in enumerate(raws(8)):
+            if k == 4:
+                waits.set()
+                release.wait(20)
+            yield raw
+
+    class Safe:
+        """An iterator that two threads may use, as one that reads from a queue."""
+
+        def __init__(self) -> None:
+            self.inner, self.lock = source(), threading.Lock()
+
+        def __iter__(self) -> Safe:
+            return self
+
+        def __next__(self) -> Any:
+            with self.lock:
+                return next(self.inner)
+
+    stream = Safe()
+    pipe = corun.Pipeline(prep, step, options=corun.Options(close_timeout_s=0.05, slots=4))
+    run = pipe.run(start(), stream)
+    got = [int(next(run)[1]["number"]) for _ in range(2)]
+    assert waits.wait(20)
+    with pytest.warns(RuntimeWarning, match="still reads"):
+        run.close()
+    assert pipe.position == 2
+    release.set()
+    while threads():
+        time.sleep(0.01)
+    assert [*got, *numbers(pipe.run(start(), stream))] == list(range(8))
+
+
+def test_an_interrupt_as_a_run_begins_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = iter(raws(4))
+    pipe = corun.Pipeline(prep, step)
+    begin = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        begin(self)
+        if self.name.endswith("reader"):
+            raise KeyboardInterrupt
+
+    for name, broken in (("start", interrupted), ("__init__", None)):
+        run = pipe.run(start(), stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, name, broken)
+            with pytest.raises((KeyboardInterrupt, TypeError)):
+                numbers(run)
+        assert not threads()
+    assert numbers(pipe.run(start(), stream)) == [0, 1, 2, 3]

@@ -117,11 +117,11 @@ class Pipeline:
             o = self.options
             device = self._device()
             ring = Ring(source, device, o.slots, o.close_timeout_s, o.copy, self._running.release)
+            with ring:
+                yield from self._steps(ring, device, state)
         finally:
-            if ring is None:
+            if ring is None or not ring.entered:
                 self._running.release()
-        with ring:
-            yield from self._steps(ring, device, state)
 
     def _steps(
         self, ring: Ring, device: Device, state: Any
@@ -138,7 +138,6 @@ class Pipeline:
             if self._seen is None:
                 self._seen = like(state)
             state, metrics = device.step(state, prepared.batch)
-            self._position = number + 1
             ring.done()
             flying.append(metrics)
             if len(flying) > self.options.steps_in_flight - 1:
@@ -146,6 +145,9 @@ class Pipeline:
             self._samples.append(
                 Sample(came - asked, time.perf_counter() - came, prepared.ingest_s, prepared.prep_s)
             )
+            # Trained is what the caller has the state of: Ctrl-C comes mostly while this waits.
+            self._position = number + 1
+            ring.trained()
             yield state, metrics
 
     def _source_for(self, raw_batches: Iterable[Any], start: int | None) -> Source:

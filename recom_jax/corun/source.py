@@ -16,7 +16,7 @@ from recom_jax.preprocess.ingest import rows_of
 
 
 class Source:
-    """An iterator of (number, raw batch). Used by one thread at a time.
+    """An iterator of raw batches. Used by one thread at a time.
 
     Args:
       raw_batches: an iterable of raw batches. One with a method ``skip(n)`` is asked to skip; others are read.
@@ -48,10 +48,20 @@ class Source:
     def position(self) -> int:
         return self._next
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
+    def put_back(self, raw: Any) -> None:
+        """What was read for a run that has ended: it is read behind what was given back."""
+        self._back.append(raw)
+
+    def count(self) -> int:
+        """The number of the batch that was read last."""
+        number = self._next
+        self._next += 1
+        return number
+
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> tuple[int, Any]:
+    def __next__(self) -> Any:
         raw = self._read()
         try:
             rows = rows_of(raw)
@@ -62,9 +72,7 @@ class Source:
             self._rows = rows
         elif rows != self._rows and self._last != "keep":
             self._odd(raw, rows)
-        number = self._next
-        self._next += 1
-        return number, raw
+        return raw
 
     def _read(self) -> Any:
         if self._back:
