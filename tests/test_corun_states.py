@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -395,3 +396,34 @@ def test_an_interrupt_as_a_run_begins_leaves_nothing_behind(
                 numbers(run)
         assert not threads()
     assert numbers(pipe.run(start(), stream)) == [0, 1, 2, 3]
+
+
+# ---- odd programs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["inside", "closed over"])
+def test_preprocessing_may_draw_random_numbers(runtime: str, where: str) -> None:
+    """Kernels cannot: XLA does."""
+    known = jax.random.key(3)
+
+    def masked(raw: Any) -> Any:
+        key = known if where == "closed over" else jax.random.key(3)
+        return {"x": jnp.where(jax.random.bernoulli(key, 0.5, raw["x"].shape), raw["x"], 0)}
+
+    pipe = corun.Pipeline(masked, jax.jit(lambda s, b: (s, b)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        got = [b["x"] for _, b in pipe.run((), raws(3))]
+    for raw, x in zip(raws(3), got, strict=True):
+        np.testing.assert_array_equal(x, jax.jit(masked)(raw)["x"])
+    assert pipe.runtime == ("threads" if runtime == "threads" else "threads: values of key<fry>")
+
+
+def test_metrics_may_be_deleted(runtime: str) -> None:
+    """Or donated to what sums them up, while their step is in flight."""
+    pipe = corun.Pipeline(prep, step)
+    for _ in range(2):
+        for _, m in pipe.run(start(), raws(6)):
+            for x in jax.tree.leaves(m):
+                x.delete()
+        assert pipe.position == 6 and pipe.runtime == runtime

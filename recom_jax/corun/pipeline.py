@@ -27,7 +27,7 @@ from recom_jax.corun.probe_stream import Probed, Prober
 from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
-from recom_jax.corun.steps import Steps
+from recom_jax.corun.steps import Steps, wait_for
 from recom_jax.corun.stream import Compiler, Engine, Streams
 from recom_jax.errors import PipelineError
 from recom_jax.lowering import warn_once
@@ -131,7 +131,7 @@ class Pipeline:
             asked = time.perf_counter()
             taken = ring.take()
             if taken is None:
-                jax.block_until_ready(list(flying))
+                wait_for(list(flying))
                 return
             number, prepared = taken
             came = time.perf_counter()
@@ -141,7 +141,7 @@ class Pipeline:
             ring.done()
             flying.append(metrics)
             if len(flying) > self.options.steps_in_flight - 1:
-                jax.block_until_ready(flying.popleft())
+                wait_for(flying.popleft())
             self._samples.append(
                 Sample(came - asked, time.perf_counter() - came, prepared.ingest_s, prepared.prep_s)
             )

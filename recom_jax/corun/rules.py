@@ -203,7 +203,7 @@ class _Reader:
             return self.run(compat.open_jaxpr(inner), inner.consts, args)
         scalars = [x.value for x in args if isinstance(x, Const) and not x.shape]
         if args and len(scalars) == len(args) and not out.shape and len(eqn.outvars) == 1:
-            return [Const(np.asarray(compat.bind_eqn(eqn, scalars)[0]))]
+            return [Const(compat.bind_eqn(eqn, scalars)[0])]
         rule = MOVES.get(name)
         if rule is not None:
             made = rule(eqn, args, out)

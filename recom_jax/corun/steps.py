@@ -82,5 +82,8 @@ class Steps:
 
 
 def wait_for(results: Any) -> None:
-    """Waits for results of a step, as far as they are still there: a user may have donated them."""
-    jax.block_until_ready([x for x in results if not x.is_deleted()])
+    """Waits for results of steps, as far as they are still there: a user may have donated them."""
+    there = [
+        x for x in jax.tree.leaves(results) if not (isinstance(x, jax.Array) and x.is_deleted())
+    ]
+    jax.block_until_ready(there)

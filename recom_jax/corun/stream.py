@@ -18,7 +18,7 @@ import numpy as np
 from recom_jax.corun import runtime as rt
 from recom_jax.corun.device import Prepared, Ticket
 from recom_jax.corun.kernels import PrepKernels, compile_prep
-from recom_jax.corun.steps import Steps
+from recom_jax.corun.steps import Steps, wait_for
 from recom_jax.corun.symbols import Unsupported
 from recom_jax.errors import CudaError, PipelineError
 from recom_jax.lowering import warn_once
@@ -287,7 +287,7 @@ class Streams:
         with self._lock:
             left, self._waiting = self._waiting, []
         try:
-            jax.block_until_ready(self._last)  # steps that have not taken their batch yet
+            wait_for(self._last)  # steps that have not taken their batch yet
         except Exception:  # it was raised where the step's results were asked for
             self._engine.close()
             return
