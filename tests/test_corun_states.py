@@ -427,3 +427,17 @@ def test_metrics_may_be_deleted(runtime: str) -> None:
             for x in jax.tree.leaves(m):
                 x.delete()
         assert pipe.position == 6 and pipe.runtime == runtime
+
+
+class Skipping(list[Any]):
+    """Skips as tf.data and Hugging Face datasets do: into a new one."""
+
+    def skip(self, n: int) -> Skipping:
+        return Skipping(self[n:])
+
+
+def test_a_skip_may_return_what_is_left() -> None:
+    pipe = corun.Pipeline(prep, step)
+    batches = Skipping(raws(6))
+    for _ in range(2):
+        assert numbers(pipe.run(start(), batches, start=4)) == [4, 5] and pipe.position == 6

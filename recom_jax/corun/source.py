@@ -19,7 +19,8 @@ class Source:
     """An iterator of raw batches. Used by one thread at a time.
 
     Args:
-      raw_batches: an iterable of raw batches. One with a method ``skip(n)`` is asked to skip; others are read.
+      raw_batches: an iterable of raw batches. One with a method ``skip(n)`` is asked to skip, or to return what is left
+        as datasets of other libraries do; others are read.
       start: how many batches of the stream were trained before.
       last: see `Options.last`. Batches are compared with the stream's first one; behind a ``skip``, which does not read
         it, with the first one from there.
@@ -84,8 +85,8 @@ class Source:
     def _open(self) -> Iterator[Any]:
         skip = getattr(self.raw_batches, "skip", None)
         if self._start and callable(skip):
-            skip(self._start)
-            return iter(self.raw_batches)
+            left = skip(self._start)
+            return iter(left if isinstance(left, Iterable) else self.raw_batches)
         iterator = iter(self.raw_batches)
         for k in range(self._start):
             try:
