@@ -441,3 +441,16 @@ def test_a_skip_may_return_what_is_left() -> None:
     batches = Skipping(raws(6))
     for _ in range(2):
         assert numbers(pipe.run(start(), batches, start=4)) == [4, 5] and pipe.position == 6
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint64])
+def test_kernels_pad_as_operators_do(runtime: str, dtype: Any) -> None:
+    lists = pp.Jagged(np.array([1, 2, 3], dtype), np.array([0, 2, 2, 3], np.int32))
+    value = 7 if dtype == np.int32 else -1
+    pipe = corun.Pipeline(lambda raw: pp.pad(raw["l"], 3, value), jax.jit(lambda s, b: (s, b)))
+    for _, b in pipe.run((), [{"l": lists}] * 2):
+        np.testing.assert_array_equal(b, pp.pad(lists, 3, value))
+    assert pipe.runtime == runtime
+    wrong = corun.Pipeline(lambda raw: pp.pad(raw["l"], 3, 0.5), jax.jit(lambda s, b: (s, b)))
+    with pytest.raises(ValueError, match=r"pad: 0\.5 is not a number"):
+        list(wrong.run((), [{"l": lists}]))

@@ -211,3 +211,21 @@ def test_operators_work_where_users_forbid_promotion(setting: str, x64: bool) ->
             got = run()
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_what_pad_puts_behind_is_a_number_of_the_column() -> None:
+    def lists(dtype: Any) -> pp.Jagged:
+        return pp.Jagged(np.array([1, 2, 3], dtype), [0, 2, 2, 3])
+
+    for dtype, value in [(np.int32, 0.5), (np.int64, 0.5), (np.uint8, -1), (np.int32, 2**40), (np.int64, 2**63),
+                         (np.int16, np.nan)]:  # fmt: skip
+        with pytest.raises(ValueError, match=f"pad: .* type {np.dtype(dtype)}"):
+            pp.pad(lists(dtype), 2, value)
+    assert pp.pad(lists(np.int32), 2, 7.0).tolist() == [[1, 2], [7, 7], [3, 7]]
+    assert pp.pad(lists(np.float32), 1, 0.5).tolist() == [[1], [0.5], [3]]
+    for x64 in (False, True):  # "no fingerprint"
+        with jax.enable_x64(x64):
+            made = np.asarray(pp.pad(lists(np.uint64), 2))
+            assert made.tolist() == [[1, 2], [2**64 - 1] * 2, [3, 2**64 - 1]]
+            made = np.asarray(pp.pad(lists(np.uint64), 1, 2**63))
+            assert made.tolist() == [[1], [2**63], [3]]

@@ -17,6 +17,7 @@ from recom_jax.corun.pull import Const, Elementwise, SymArray
 from recom_jax.corun.symbols import Unsupported, type_of
 from recom_jax.preprocess import operator
 from recom_jax.preprocess.int64 import Int64
+from recom_jax.preprocess.lists import pad_number
 from recom_jax.preprocess.values import Jagged, take_apart
 from recom_jax.trace import flatten
 
@@ -266,9 +267,11 @@ class _Reader:
 
         shape = call.avals[0].shape
         if isinstance(values, Int64):
-            bits = np.int64(value).view(np.uint64)
+            bits = np.uint64(pad_number(value, values.dtype) % (1 << 64))
             high, low = np.uint32(bits >> np.uint64(32)), np.uint32(bits & np.uint64(0xFFFFFFFF))
             return [lined(values.hi, shape, high), lined(values.lo, shape, low)]
+        if values.dtype.kind in "iu":
+            value = pad_number(value, values.dtype)
         return [lined(values, shape, np.asarray(value).astype(values.dtype))]
 
 
