@@ -172,7 +172,8 @@ def train(
         finally:
             run.close()
     if checkpoint is not None:
-        where = save(checkpoint, state, pipe.position)
+        # With nothing left the run did not begin, and the pipeline has no position yet.
+        where = save(checkpoint, state, pipe.position if history.losses else start)
         if show:
             CONSOLE.print(f"saved: {where}")
     return state, history, pipe

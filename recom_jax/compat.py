@@ -388,6 +388,21 @@ def enable_x64() -> bool:
     return bool(_config.enable_x64.value)
 
 
+def thread_settings() -> Callable[[], None]:
+    """What `with jax.enable_x64(...)` and its like set in this thread: a function that sets it in another thread, which
+    is ours, for good."""
+    states = _config.config_states.values()
+    unset = _config.config_ext.unset
+    local = [(state, state.get_local()) for state in states]
+    given = [(state, value) for state, value in local if value is not unset]
+
+    def take_over() -> None:
+        for state, value in given:
+            state(value).__enter__()
+
+    return take_over
+
+
 def promise_stable(target: str) -> None:
     """Lets ``jax.export`` serialize calls of a custom call target, as it does those of JAX's own stable ones."""
     _export._CUSTOM_CALL_TARGETS_GUARANTEED_STABLE.add(target)

@@ -172,3 +172,15 @@ def test_interrupted_and_resumed_is_the_same_run(
     train_dlrm.main(arguments.split())
     said = capsys.readouterr().out
     assert "AUC" in said and "predicted step" in said
+
+
+def test_a_resumed_run_with_nothing_left_keeps_its_place(tmp_path: pathlib.Path) -> None:
+    """It trains no step, and a run after it goes on behind the saved one, not from the beginning."""
+    model, rows = Dlrm(ROWS, **SMALL), ZipfRows(6, 16)
+    _, whole, _ = train_dlrm.train(model, rows)
+    train_dlrm.train(model, rows, steps=4, checkpoint=tmp_path)
+    for steps in (4, 2, 0):
+        _, none, _ = train_dlrm.train(model, rows, steps=steps, checkpoint=tmp_path, resume=True)
+        assert not none.losses
+    _, rest, pipe = train_dlrm.train(model, rows, checkpoint=tmp_path, resume=True)
+    assert rest.losses == whole.losses[4:] and pipe.position == 6

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+
+from recom_jax import compat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,13 @@ class Ticket(Protocol):
 
 
 class Device(Protocol):
-    """Runs preprocessing beside the train step. Calls come from one thread."""
+    """Runs preprocessing beside the train step. Calls come from one thread.
+
+    Attributes:
+      threads: identifiers of threads of its own.
+    """
+
+    threads: set[int]
 
     def submit(self, raw: Any) -> Ticket:
         """Begins to prepare a raw batch. The caller bounds how many are in flight."""
@@ -72,7 +81,15 @@ class Threads:
         workers: int,
     ) -> None:
         self._ingest, self._prep, self._place, self._step = ingest, prep, place, step
-        self._pool = concurrent.futures.ThreadPoolExecutor(workers, "recom-corun-prep")
+        self.threads: set[int] = set()
+        self._settings = compat.thread_settings()
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            workers, "recom-corun-prep", initializer=self._begin
+        )
+
+    def _begin(self) -> None:
+        self.threads.add(threading.get_ident())
+        self._settings()
 
     def submit(self, raw: Any) -> Ticket:
         return self._pool.submit(self._run, raw)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from recom_jax import compat
 from recom_jax.corun import measure_stream
 from recom_jax.corun.pipeline import Pipeline
 from recom_jax.corun.report import CORUN, IDEAL, SEQUENTIAL, SIDE, STREAM_MODES, Report
@@ -139,7 +140,8 @@ def _sequential(pipe: Pipeline, state: Any, raws: Sequence[Any]) -> tuple[float,
 def _side(pipe: Pipeline, state: Any, raws: Sequence[Any]) -> tuple[float, Any]:
     jax.block_until_ready(state)
     begun, metrics = time.perf_counter(), []
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    settings = compat.thread_settings()
+    with concurrent.futures.ThreadPoolExecutor(1, initializer=settings) as pool:
         coming = pool.submit(pipe.prepare, raws[0])
         for k in range(len(raws)):
             batch = coming.result()

@@ -88,6 +88,7 @@ def on(
             waited = time.perf_counter() - asked
             made = device.step(s, prepared.batch)
             ring.done()
+            ring.trained()
             return made, waited
 
         return _timed(len(raws), ahead, state, step)

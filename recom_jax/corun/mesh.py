@@ -46,6 +46,7 @@ def on_mesh(batch: Any, mesh: Any, specs: Any) -> Any:
     """A batch on a mesh, by `specs`; without them, split along its first axis where its rows allow it, else copied."""
 
     def put(x: Any, spec: PartitionSpec) -> Any:
+        local_shape(np.shape(x), spec, mesh)  # raises what is wrong
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     def by_rows(x: Any) -> Any:
@@ -73,7 +74,8 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Any) -> tuple[i
         parts = math.prod(mesh.shape[a] for a in axes_of(spec, k))
         if n % parts:
             raise PipelineError(
-                f"Pipeline: specs split dimension {k} of {tuple(shape)} into {parts} parts, which don't come out even"
+                f"Pipeline: specs split dimension {k} of {tuple(shape)} into {parts} parts, which don't come out even; "
+                "corun.Options(last='drop') leaves out a smaller last batch"
             )
         made.append(n // parts)
     return tuple(made)

@@ -7,7 +7,7 @@ import functools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -27,13 +27,14 @@ from recom_jax.corun.probe_stream import Probed, Prober
 from recom_jax.corun.report import IDEAL, SEQUENTIAL, Report, Sample
 from recom_jax.corun.ring import Ring
 from recom_jax.corun.source import Source
-from recom_jax.corun.steps import Steps
+from recom_jax.corun.steps import Steps, wait_for
 from recom_jax.corun.stream import Compiler, Engine, Streams
 from recom_jax.errors import PipelineError
 from recom_jax.lowering import warn_once
 from recom_jax.preprocess.ingest import columns, snapshot
 
 _KEEP = 4096  # samples of steps
+_STREAMS = 4  # iterators that a next run may go on with
 _emulated: Any = None  # tests: (what makes native runtimes, processors) on a CPU
 
 
@@ -76,7 +77,7 @@ class Pipeline:
         self._step_on_stream: Steps | None = None
         self.prober: Prober | None = None
         self.probed: Probed | None = None
-        self._source: Source | None = None
+        self._sources: collections.deque[Source] = collections.deque(maxlen=_STREAMS)
         self._position = 0
         self._why_threads = ""
         self._running = threading.Lock()
@@ -98,9 +99,9 @@ class Pipeline:
           state: the step's state; donated to the step if the step does so.
           raw_batches: any iterable of raw batches. Read ahead by up to `Options.slots` of them, on another thread.
             When a run over an iterator (rather than a list) is left early, a next run over the same iterator goes on
-            with the batches that were read and not trained.
+            with the batches that were read and not trained; so do the four iterators that were used last.
           start: how many batches of the stream an earlier run trained (its `position`): they are skipped. By default
-            none, or, over the iterator of the run before, what that run trained.
+            none, or, over such an iterator, what was trained of it.
 
         Raises:
           What `raw_batches`, `prep` or `train_step` raise, at the step that needs the batch.
@@ -109,15 +110,18 @@ class Pipeline:
         """
         if not self._running.acquire(blocking=False):
             raise PipelineError("this pipeline is running; close that run's generator first")
+        ring: Ring | None = None
         try:
             source = self._source_for(raw_batches, start)
             self._position = source.position
             o = self.options
             device = self._device()
-            with Ring(source, device, o.slots, o.close_timeout_s, o.copy) as ring:
+            ring = Ring(source, device, o.slots, o.close_timeout_s, o.copy, self._running.release)
+            with ring:
                 yield from self._steps(ring, device, state)
         finally:
-            self._running.release()
+            if ring is None or not ring.entered:
+                self._running.release()
 
     def _steps(
         self, ring: Ring, device: Device, state: Any
@@ -127,36 +131,42 @@ class Pipeline:
             asked = time.perf_counter()
             taken = ring.take()
             if taken is None:
-                jax.block_until_ready(list(flying))
+                wait_for(list(flying))
                 return
             number, prepared = taken
             came = time.perf_counter()
             if self._seen is None:
                 self._seen = like(state)
             state, metrics = device.step(state, prepared.batch)
-            self._position = number + 1
             ring.done()
             flying.append(metrics)
             if len(flying) > self.options.steps_in_flight - 1:
-                jax.block_until_ready(flying.popleft())
+                wait_for(flying.popleft())
             self._samples.append(
                 Sample(came - asked, time.perf_counter() - came, prepared.ingest_s, prepared.prep_s)
             )
+            # Trained is what the caller has the state of: Ctrl-C comes mostly while this waits.
+            self._position = number + 1
+            ring.trained()
             yield state, metrics
 
     def _source_for(self, raw_batches: Iterable[Any], start: int | None) -> Source:
         if start is not None and start < 0:
             raise PipelineError(f"run: start is at least 0, not {start}")
-        old = self._source
-        if old is not None and old.continues(raw_batches):
-            if start is not None and start != old.position:
-                raise PipelineError(
-                    f"run: this iterator was trained on up to batch {old.position}, so it can't start behind {start}; "
-                    "pass a new iterator, or no start"
-                )
-            return old
-        self._source = Source(raw_batches, start or 0, self.options.last)
-        return self._source
+        for old in self._sources:
+            if old.continues(raw_batches):
+                if start is not None and start != old.position:
+                    raise PipelineError(
+                        f"run: this iterator was trained on up to batch {old.position}, so it can't start behind "
+                        f"{start}; pass a new iterator, or no start"
+                    )
+                self._sources.remove(old)
+                self._sources.append(old)
+                return old
+        made = Source(raw_batches, start or 0, self.options.last)
+        if isinstance(raw_batches, Iterator):
+            self._sources.append(made)
+        return made
 
     def _device(self) -> Device:
         engine = self._engine()

@@ -26,19 +26,25 @@ class Room:
 
     def __call__(self, columns: Any) -> Any:
         """Columns of a raw batch, with lists of host arrays padded."""
-        return {name: self._roomy(name, x) for name, x in columns.items()}
-
-    def _roomy(self, name: str, x: Any) -> Any:
-        if not isinstance(x, Jagged):
-            return x
-        if not all(isinstance(a, np.ndarray) for a in jax.tree.leaves(x)):
-            return x
+        # All at once: lists that belong together (ids and their scores) must stay of one capacity.
         with self._lock:
-            known = self._capacities.get(name, 0)
-            if x.capacity > known:
-                used = int(x.row_splits[-1])
-                known = self._capacities[name] = max(x.capacity, ladder(used + used // 16, 64))
-        return x.replace(padded(x.values, known))
+            rooms = {name: self._room(name, x) for name, x in columns.items()}
+        return {
+            name: x.replace(padded(x.values, rooms[name])) if rooms[name] else x
+            for name, x in columns.items()
+        }
+
+    def _room(self, name: str, x: Any) -> int:
+        """A list column's capacity; 0: it stays as it is."""
+        if not isinstance(x, Jagged):
+            return 0
+        if not all(isinstance(a, np.ndarray) for a in jax.tree.leaves(x)):
+            return 0
+        known = self._capacities.get(name, 0)
+        if x.capacity > known:
+            used = int(x.row_splits[-1])
+            known = self._capacities[name] = max(x.capacity, ladder(used + used // 16, 64))
+        return known
 
 
 def compile_prep(prep: Callable[[Any], Any], options: Options) -> Callable[[Any], Any]:
@@ -54,11 +60,15 @@ def compile_prep(prep: Callable[[Any], Any], options: Options) -> Callable[[Any]
 
 
 def like(tree: Any) -> Any:
-    """Shapes and dtypes of a pytree of arrays."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            np.shape(x),
-            jax.dtypes.canonicalize_dtype(x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype),
-        ),
-        tree,
-    )
+    """Shapes and dtypes of a pytree of arrays: random keys and Python numbers among them."""
+
+    def leaf(x: Any) -> Any:
+        dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+        weak = getattr(x, "weak_type", type(x) in (int, float))  # as jit takes them
+        dtype = _canonical(dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(np.shape(x), dtype, weak_type=weak)
+
+    return jax.tree.map(leaf, tree)
+
+
+_canonical: Any = jax.dtypes.canonicalize_dtype

@@ -80,6 +80,8 @@ def cut(closed: Any) -> tuple[Cut, ...]:
 
 def made_up(like: Any, rng: np.random.Generator) -> Any:
     """A value of a shape and dtype: small floats, ids that spread over a table, all-true masks."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.extended):  # random keys
+        return jnp.zeros(like.shape, like.dtype)
     kind = np.dtype(like.dtype) if like.dtype != jnp.bfloat16 else None
     if kind is not None and kind.kind in "iu":
         return jnp.asarray(

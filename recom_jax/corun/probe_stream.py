@@ -112,6 +112,8 @@ def made_up_state(like: Any) -> Any:
     def leaf(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jnp.floating):
             return floats(jax.random.key(0), tuple(x.shape), np.dtype(x.dtype))
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys
+            return jnp.zeros(x.shape, x.dtype)
         return jnp.ones(x.shape, x.dtype)
 
     return jax.tree.map(leaf, like)

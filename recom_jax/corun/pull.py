@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from recom_jax.corun.symbols import C_TYPES, Unsupported, Writer, type_of
@@ -160,6 +161,9 @@ class Const(SymArray):
     """An array of the program."""
 
     def __init__(self, value: Any) -> None:
+        dtype = getattr(value, "dtype", np.dtype(np.float32))
+        if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys are no numpy arrays
+            raise Unsupported(f"values of {dtype}")
         self.value = np.asarray(value)
         super().__init__(self.value.shape, self.value.dtype)
 

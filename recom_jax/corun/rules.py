@@ -17,6 +17,7 @@ from recom_jax.corun.pull import Const, Elementwise, SymArray
 from recom_jax.corun.symbols import Unsupported, type_of
 from recom_jax.preprocess import operator
 from recom_jax.preprocess.int64 import Int64
+from recom_jax.preprocess.lists import pad_number
 from recom_jax.preprocess.values import Jagged, take_apart
 from recom_jax.trace import flatten
 
@@ -203,7 +204,7 @@ class _Reader:
             return self.run(compat.open_jaxpr(inner), inner.consts, args)
         scalars = [x.value for x in args if isinstance(x, Const) and not x.shape]
         if args and len(scalars) == len(args) and not out.shape and len(eqn.outvars) == 1:
-            return [Const(np.asarray(compat.bind_eqn(eqn, scalars)[0]))]
+            return [Const(compat.bind_eqn(eqn, scalars)[0])]
         rule = MOVES.get(name)
         if rule is not None:
             made = rule(eqn, args, out)
@@ -266,9 +267,11 @@ class _Reader:
 
         shape = call.avals[0].shape
         if isinstance(values, Int64):
-            bits = np.int64(value).view(np.uint64)
+            bits = np.uint64(pad_number(value, values.dtype) % (1 << 64))
             high, low = np.uint32(bits >> np.uint64(32)), np.uint32(bits & np.uint64(0xFFFFFFFF))
             return [lined(values.hi, shape, high), lined(values.lo, shape, low)]
+        if values.dtype.kind in "iu":
+            value = pad_number(value, values.dtype)
         return [lined(values, shape, np.asarray(value).astype(values.dtype))]
 
 

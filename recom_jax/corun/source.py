@@ -16,12 +16,14 @@ from recom_jax.preprocess.ingest import rows_of
 
 
 class Source:
-    """An iterator of (number, raw batch). Used by one thread at a time.
+    """An iterator of raw batches. Used by one thread at a time.
 
     Args:
-      raw_batches: an iterable of raw batches. One with a method ``skip(n)`` is asked to skip; others are read.
+      raw_batches: an iterable of raw batches. One with a method ``skip(n)`` is asked to skip, or to return what is left
+        as datasets of other libraries do; others are read.
       start: how many batches of the stream were trained before.
-      last: see `Options.last`.
+      last: see `Options.last`. Batches are compared with the stream's first one; behind a ``skip``, which does not read
+        it, with the first one from there.
     """
 
     def __init__(self, raw_batches: Iterable[Any], start: int, last: Last) -> None:
@@ -47,19 +49,31 @@ class Source:
     def position(self) -> int:
         return self._next
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
+    def put_back(self, raw: Any) -> None:
+        """What was read for a run that has ended: it is read behind what was given back."""
+        self._back.append(raw)
+
+    def count(self) -> int:
+        """The number of the batch that was read last."""
+        number = self._next
+        self._next += 1
+        return number
+
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> tuple[int, Any]:
+    def __next__(self) -> Any:
         raw = self._read()
-        rows = rows_of(raw)
+        try:
+            rows = rows_of(raw)
+        except BaseException:
+            self._back.appendleft(raw)
+            raise
         if self._rows is None:
             self._rows = rows
         elif rows != self._rows and self._last != "keep":
             self._odd(raw, rows)
-        number = self._next
-        self._next += 1
-        return number, raw
+        return raw
 
     def _read(self) -> Any:
         if self._back:
@@ -71,12 +85,14 @@ class Source:
     def _open(self) -> Iterator[Any]:
         skip = getattr(self.raw_batches, "skip", None)
         if self._start and callable(skip):
-            skip(self._start)
-            return iter(self.raw_batches)
+            left = skip(self._start)
+            return iter(left if isinstance(left, Iterable) else self.raw_batches)
         iterator = iter(self.raw_batches)
         for k in range(self._start):
             try:
-                next(iterator)
+                raw = next(iterator)
+                if not k and self._last != "keep":  # what an odd last batch is compared with
+                    self._rows = rows_of(raw)
             except StopIteration:
                 raise PipelineError(
                     f"the stream ends after {k} batches, the run was to start behind {self._start}"

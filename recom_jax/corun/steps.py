@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from recom_jax import stage as staging
 from recom_jax.corun import calls
+from recom_jax.corun.prep import like
 from recom_jax.corun.probe import donated_inputs
 from recom_jax.errors import PipelineError
 
@@ -76,12 +76,14 @@ class Steps:
             # Something must tell when the step has ended.
             return made, [] if jax.tree.leaves(made[1]) else [jnp.zeros((), jnp.uint8)]
 
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state)
-        donated = donated_inputs(self._step, like, runtime.batch_like())
+        donated = donated_inputs(self._step, like(state), runtime.batch_like())
         donated = donated[: len(jax.tree.leaves(state))]
         return jax.jit(run, donate_argnums=[1 + k for k, d in enumerate(donated) if d])
 
 
 def wait_for(results: Any) -> None:
-    """Waits for results of a step, as far as they are still there: a user may have donated them."""
-    jax.block_until_ready([x for x in results if not x.is_deleted()])
+    """Waits for results of steps, as far as they are still there: a user may have donated them."""
+    there = [
+        x for x in jax.tree.leaves(results) if not (isinstance(x, jax.Array) and x.is_deleted())
+    ]
+    jax.block_until_ready(there)

@@ -18,7 +18,7 @@ import numpy as np
 from recom_jax.corun import runtime as rt
 from recom_jax.corun.device import Prepared, Ticket
 from recom_jax.corun.kernels import PrepKernels, compile_prep
-from recom_jax.corun.steps import Steps
+from recom_jax.corun.steps import Steps, wait_for
 from recom_jax.corun.symbols import Unsupported
 from recom_jax.errors import CudaError, PipelineError
 from recom_jax.lowering import warn_once
@@ -243,6 +243,7 @@ class Streams:
     ) -> None:
         self._engine, self._ingest, self._plain = engine, ingest, plain
         self._step, self._strict = step, strict
+        self.threads: set[int] = set()  # it packs on the reader's
         self._waiting: list[Staged] = []
         self._lock = threading.Lock()
         self._last: Any = None
@@ -286,7 +287,7 @@ class Streams:
         with self._lock:
             left, self._waiting = self._waiting, []
         try:
-            jax.block_until_ready(self._last)  # steps that have not taken their batch yet
+            wait_for(self._last)  # steps that have not taken their batch yet
         except Exception:  # it was raised where the step's results were asked for
             self._engine.close()
             return

@@ -283,6 +283,7 @@ def cast(x: Column, dtype: Any) -> Column:
         kind = jax.dtypes.canonicalize_dtype(wanted)
         if not is_integer(v) and kind.kind in "iu":
             # Narrow types saturate, too, through a wider one.
+            v = v if v.dtype.itemsize >= 4 else v.astype(jnp.float32)  # exact; holds all ends
             info = np.iinfo(kind)
             whole = jnp.trunc(jnp.where(jnp.isnan(v), 0, v))
             made = jnp.clip(whole, float(info.min), _largest_below(v.dtype, int(info.max)))
@@ -294,9 +295,7 @@ def cast(x: Column, dtype: Any) -> Column:
 
 
 def _largest_below(dtype: Any, most: int) -> float:
-    """The largest number of a float dtype that is at most `most`."""
-    if dtype not in (jnp.float32, jnp.float64):
-        return float(min(most, 1 << 15))
+    """The largest number of float32 or float64 that is at most `most`."""
     near = np.dtype(dtype).type(most)
     return float(near if int(near) <= most else np.nextafter(near, np.dtype(dtype).type(0)))
 

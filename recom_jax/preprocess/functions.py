@@ -50,6 +50,8 @@ def logit(x: Column, eps: float | None = None) -> Column:
         if eps is not None:
             one = p.dtype.type(1)
             p = jnp.clip(p, p.dtype.type(eps), one - p.dtype.type(eps))
+        if not eps:
+            p = jnp.where(p == 0, 0, p)  # -0 too
         low = p < 0.5
         small = jnp.where(low, p, 1 - p)
         size = jnp.log1p((1 - 2 * small) / small)

@@ -6,6 +6,7 @@ every batch: pyarrow columns are always `Nullable`, and lists get a capacity fro
 
 from __future__ import annotations
 
+import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from recom_jax.preprocess.values import (
     Jagged,
     Nullable,
     column,
+    is_numbers,
     length,
 )
 
@@ -42,7 +44,11 @@ def columns(raw: Any, *, min_capacity: int = 64) -> dict[str, Column]:
       PreprocessTypeError: `raw` is no batch, or a column holds neither numbers nor strings.
     """
     if hasattr(raw, "schema") and hasattr(raw, "column"):  # a pyarrow Table or RecordBatch
-        raw = {name: raw.column(k) for k, name in enumerate(raw.schema.names)}
+        names = raw.schema.names
+        raw = {name: raw.column(k) for k, name in enumerate(names)}
+        if len(raw) < len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise PreprocessError(f"a raw batch has two columns of the name {twice!r}")
     if not isinstance(raw, Mapping):
         raise PreprocessTypeError(
             f"a raw batch is a mapping of names to columns, or a pyarrow Table or RecordBatch, not {type(raw).__name__}"
@@ -63,16 +69,23 @@ def rows_of(raw: Any) -> int:
     """Rows of a raw batch, without converting it."""
     if hasattr(raw, "num_rows"):
         return int(raw.num_rows)
-    if isinstance(raw, Mapping) and raw:
-        x = next(iter(raw.values()))
-        return length(x) if isinstance(x, (Jagged, Nullable, Int64)) else len(x)
+    if isinstance(raw, Mapping):
+        if not raw:
+            raise PreprocessTypeError("a raw batch has no columns; it needs at least one")
+        name, x = next(iter(raw.items()))
+        try:
+            return length(x) if isinstance(x, (Jagged, Nullable, Int64)) else len(x)
+        except TypeError as why:
+            raise PreprocessTypeError(
+                f"column {name!r}: a column has a leading axis of rows; {x!r:.80} has none"
+            ) from why
     raise PreprocessTypeError(
         f"a raw batch is a mapping of names to columns, or a pyarrow Table or RecordBatch, not {type(raw).__name__}"
     )
 
 
 def snapshot(raw: Any) -> Any:
-    """A raw batch that nobody writes to: numpy arrays are copied, pyarrow's and JAX's are never changed anyway."""
+    """A raw batch that nobody writes to: memory is copied but for pyarrow's and JAX's, which are never changed."""
     if not isinstance(raw, Mapping):
         return raw
     return {name: _copied(x) for name, x in raw.items()}
@@ -83,6 +96,12 @@ def _copied(x: Any) -> Any:
         return x.copy()
     if isinstance(x, (Int64, Nullable, Jagged)):
         return jax.tree.map(lambda a: a.copy() if isinstance(a, np.ndarray) else a, x)
+    if isinstance(x, list):
+        return list(x)
+    if is_arrow(x) or isinstance(x, jax.Array):
+        return x
+    if hasattr(x, "__array__") or isinstance(x, (memoryview, bytearray, array.array)):
+        return np.array(np.asarray(x))  # `asarray` may share memory, whatever it was asked for
     return x
 
 
@@ -92,7 +111,9 @@ def _is_column(x: Any, min_capacity: int) -> bool:
     values = inner.values if isinstance(inner, Nullable) else inner
     if isinstance(values, Int64):
         values = values.lo
-    if type(values) is not np.ndarray or values.dtype.kind not in "biuf" or values.itemsize == 8:
+    if type(values) is not np.ndarray or values.dtype.kind not in "biuf" or values.itemsize >= 8:
+        return False
+    if not values.dtype.isnative:
         return False
     if not isinstance(x, Jagged):
         return True
@@ -105,12 +126,15 @@ def _column(x: Any, min_capacity: int) -> Column:
         return x
     if is_arrow(x):
         return from_arrow(x, min_capacity=min_capacity)
-    if isinstance(x, np.ndarray) and x.dtype.kind in "USO":
+    if isinstance(x, jax.Array) or compat.is_tracer(x):
+        return x
+    if hasattr(x, "__array__") and not isinstance(x, (np.ndarray, Int64)):
+        x = np.asarray(x)  # a tensor or a series: its strings are strings, too
+    text_like = isinstance(x, np.ndarray) and x.dtype.kind in "USO"
+    if text_like and not (x.dtype == object and is_numbers(x)):
         from recom_jax.preprocess.hashing import fingerprint64
 
         return fingerprint64(x)
-    if isinstance(x, jax.Array) or compat.is_tracer(x):
-        return x
     made = column(x)
     if isinstance(made, Jagged) and all(isinstance(a, np.ndarray) for a in jax.tree.leaves(made)):
         made = made.replace(padded(made.values, ladder(made.capacity, min_capacity)))
@@ -141,6 +165,8 @@ def from_arrow(x: Any, *, min_capacity: int = 64) -> Column:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         splits, inner, valid = _lists(x)
         values = from_arrow(inner)
+        if isinstance(values, Jagged):
+            raise PreprocessTypeError(f"lists of lists ({kind}); flatten the inner ones first")
         return Jagged(padded(values, ladder(len(inner), min_capacity)), splits, valid)
     if _is_text(kind):
         return fingerprint_arrow(x, None)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from recom_jax.errors import PreprocessError, PreprocessTypeError
+from recom_jax.preprocess import words
+from recom_jax.preprocess.dense import exact
 from recom_jax.preprocess.int64 import Int64
 from recom_jax.preprocess.operator import need_at_least, need_number, operator
 from recom_jax.preprocess.values import (
@@ -130,7 +132,11 @@ def pad(x: Column, n: int, value: float = -1) -> Column:
     """Lists as rows of `n`: the first n values, `value` behind them, in null elements and in null lists.
 
     Returns:
-      (B, n) of the elements' dtype (`Int64` for such elements). As ids, -1 is what models take for "no id".
+      (B, n) of the elements' dtype (`Int64` for such elements). As ids, -1 is what models take for "no id"; in a column
+      of unsigned 64-bit integers it has all bits set.
+
+    Raises:
+      PreprocessError: `value` is no number of the elements' integer type.
     """
     x = lists_of("pad", x)
     at = jnp.arange(n, dtype=jnp.int32)
@@ -139,13 +145,25 @@ def pad(x: Column, n: int, value: float = -1) -> Column:
     found, valid = take_apart(gather(x.values, places, there))
     keep = there if valid is None else there & valid
     if isinstance(found, Int64):
-        number = Int64(np.int64(value))
+        number = words.constant(pad_number(value, found.dtype))
         return Int64(
             jnp.where(keep, found.hi, number.hi),
             jnp.where(keep, found.lo, number.lo),
             unsigned=found.unsigned,
         )
-    return jnp.where(keep, found, jnp.asarray(value, found.dtype))
+    behind = pad_number(value, found.dtype) if is_whole(found) else value
+    return jnp.where(keep, found, jnp.asarray(behind, found.dtype))
+
+
+def is_whole(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.integer))
+
+
+def pad_number(value: float, dtype: Any) -> int:
+    """What `pad` puts into a column of this integer type."""
+    if value == -1 and np.dtype(dtype) == np.uint64:
+        return (1 << 64) - 1
+    return exact("pad", value, dtype)
 
 
 @operator()

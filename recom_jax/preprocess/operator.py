@@ -61,7 +61,9 @@ def operator(columns: int = 1, check: Callable[..., None] | None = None) -> Call
 
         @functools.wraps(body)
         def traced(*args: Any) -> Any:
-            return body(*args)
+            # What users forbid themselves does not bind operators.
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                return body(*args)
 
         traced.__name__ = PREFIX + name
         jitted = jax.jit(traced, static_argnums=tuple(range(columns, len(names))))
@@ -76,7 +78,7 @@ def operator(columns: int = 1, check: Callable[..., None] | None = None) -> Call
             inputs = [column(bound.arguments[n]) for n in names[:columns]]
             hook = getattr(_LOCAL, "hook", None)
             if hook is not None:
-                return hook(name, body, inputs, values)
+                return hook(name, traced, inputs, values)
             return jitted(*inputs, *values.values())
 
         public.__dict__["check"] = check
@@ -92,8 +94,13 @@ def plain(operator_name: str, name: str, value: Any) -> Any:
         raise PreprocessTypeError(
             f"{operator_name}: {name} is part of the program, so it must be a Python value, not a traced array"
         )
-    if isinstance(value, (np.ndarray, jax.Array, list, tuple)):
-        return tuple(np.asarray(value).tolist())
+    if isinstance(
+        value, (list, tuple)
+    ):  # one by one: numpy would make floats of integers beside a float
+        return tuple(plain(operator_name, name, v) for v in value)
+    if isinstance(value, (np.ndarray, jax.Array)):
+        made = np.asarray(value).tolist()
+        return tuple(made) if isinstance(made, list) else made
     if isinstance(value, np.generic):
         return value.item()
     return value

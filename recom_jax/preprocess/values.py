@@ -40,8 +40,7 @@ class Nullable:
     def __post_init__(self) -> None:
         if isinstance(self.values, (list, np.ndarray)):
             object.__setattr__(self, "values", column(self.values))
-        if isinstance(self.valid, list):
-            object.__setattr__(self, "valid", np.asarray(self.valid, bool))
+        object.__setattr__(self, "valid", _mask(self.valid))
         _same_length("Nullable: values and valid", self.values, self.valid)
 
     @property
@@ -81,8 +80,7 @@ class Jagged:
             object.__setattr__(self, "row_splits", checked)
         elif isinstance(splits, jax.Array) and not compat.is_tracer(splits):
             check_splits(np.asarray(splits), length(self.values))
-        if isinstance(self.valid, list):
-            object.__setattr__(self, "valid", np.asarray(self.valid, bool))
+        object.__setattr__(self, "valid", _mask(self.valid))
         if self.valid is not None and np.ndim(splits) == 1:
             have, want = np.shape(self.valid), (np.shape(self.row_splits)[0] - 1,)
             if have != want and None not in (have, want):
@@ -138,6 +136,15 @@ class Jagged:
         if self.valid is None:
             return rows
         return [r if ok else None for r, ok in zip(rows, np.asarray(self.valid), strict=True)]
+
+
+def _mask(valid: Any) -> Any:
+    """Validity as bool: masks of bytes are false at 0 alone."""
+    if isinstance(valid, (list, tuple)):
+        return np.asarray(valid, bool)
+    if isinstance(valid, (np.ndarray, jax.Array)) and valid.dtype != bool:
+        return valid.astype(bool)
+    return valid
 
 
 def check_splits(splits: np.ndarray, capacity: int) -> np.ndarray:
@@ -218,21 +225,33 @@ def column(x: Any) -> Column:
         return from_arrow(x)
     if isinstance(x, np.ma.MaskedArray):
         return Nullable(column(np.asarray(x.filled(0))), ~np.ma.getmaskarray(x))
-    host = np.asarray(x)
-    if host.dtype == object and host.size and all(_is_number(v) for v in host.flat):
+    try:
+        host = np.asarray(x)
+    except ValueError as why:
+        raise PreprocessTypeError(
+            f"a column holds one number a row, or equally many: {why}; preprocess.Jagged.from_lists makes a column of "
+            "lists of any length"
+        ) from why
+    if host.dtype == object and is_numbers(host):
         there = np.array([v is not None for v in host.flat]).reshape(host.shape)
         filled = [0 if v is None else v for v in host.flat]
         whole = all(isinstance(v, int) for v in filled)
         made = host_integers(np.array(filled, object)) if whole else np.array(filled, np.float64)
         values = column(made.reshape(host.shape))
         return values if there.all() else Nullable(values, there)
-    if host.dtype.kind not in "biuf":
+    if host.dtype.kind not in "biuf" and not jnp.issubdtype(host.dtype, jnp.floating):
         raise PreprocessTypeError(
             f"a column holds numbers, not {host.dtype}; make ids of strings with fingerprint64"
         )
     if host.dtype.kind in "iu" and host.dtype.itemsize == 8 and not x64():
         return Int64(host)
-    return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    kind: Any = np.float64 if host.dtype.char == "g" else host.dtype.newbyteorder("=")
+    return host.astype(jax.dtypes.canonicalize_dtype(kind), copy=False)
+
+
+def is_numbers(host: np.ndarray) -> bool:
+    """Whether an array of Python objects holds numbers and nulls alone."""
+    return bool(host.size) and all(_is_number(v) for v in host.flat)
 
 
 def _is_number(x: Any) -> bool:
