@@ -37,7 +37,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 LONG = (
     os.environ.get("RECOM_HYPOTHESIS") == "long"
 )  # the profile that takes its time (tests/conftest.py)
-SPILLING = ("jagged", "splits", "runs")  # the programs of jagged bags (docs/cuda_target.md)
+SPILLING = ("jagged",)  # segment ids, whose code for any order is a function (docs/cuda_target.md)
 B = 6  # rows of a batch; the text doesn't depend on it
 
 

@@ -11,9 +11,13 @@ from recom_jax.cuda.runs import STAGE_BYTES as RUN_STAGE_BYTES
 from recom_jax.cuda.runs import Runs
 from recom_jax.cuda.text import TYPES, Unsupported, Variant
 from recom_jax.cuda.units import JAGGED, PLAIN, REGION, walk
-from recom_jax.program import OPERAND, RESULT, Instr
+from recom_jax.program import Instr
 
 _FORMS = ("kPlain", "kRegion", "kJagged")
+
+
+def indented(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
 
 
 class Body(Runs):
@@ -26,16 +30,10 @@ class Body(Runs):
         stores = [i for i in u.code if i.op == "STORE"]
         # One result's address is kept, those of several are read again where they are used.
         self.out = stores[0] if len(stores) == 1 and u.form != PLAIN else None
-        for i in u.code:
-            if i.op == "REGION" or i.op == "JREGION":
-                self.region(i)
-            elif i.op == "STORE":
-                self.store(i)
-            else:
-                self.write(i)
-        passes, self.lines = self.lines, []
         summed = self.summed()
-        self.depth = 1
+        usual = [] if self.any_order or summed is not None else self.passes(rare=False)
+        rare = self.passes(rare=True) if self.any_order or self.apart else []
+        self.rare, self.depth = self.any_order, 1
         self.checks: list[str] = []
         before = self.before(summed is not None)
         runs = self.runs(summed, list(self.checks)) if summed else []
@@ -50,14 +48,14 @@ class Body(Runs):
             lanes = f"constexpr int kLanes = lanes_for({_FORMS[u.form]}, {u.width}, kVec);"
         share = "1" if u.width is None or self.any_order else "kLanes"
         slices = "const int kSlices = t.slices;"
-        if u.form == REGION:
+        if u.form == REGION or self.turns:
             # Kept, or the compiler keeps the tile's two bytes as well as what it makes of them.
             slices = "const int kSlices = kept_number(t.slices);"
         name = f"class_{self.number}"
         head = [
             f"// Class {self.number}: {rows}, {form}.",
             f"template <int kVec{', bool kStaged' if self.turns else ''}>",
-            f"__device__ __forceinline__ void {name}(const Params& p, const Tile& t) {{",
+            f"__device__ __forceinline__ {'bool' if self.turns else 'void'} {name}(const Params& p, const Tile& t) {{",
         ]
         if self.variant is Variant.LONG:
             head = [
@@ -67,11 +65,13 @@ class Body(Runs):
                 "  const Tile t = tile_of(p);",
             ]
         if self.any_order:
+            # Inlined, the kernel's parameters are constants; what gathers positions takes too many registers for that.
+            inline = "__noinline__" if self.gathering() else "__forceinline__"
             head = [
                 "// The same for segment ids in any order.",
-                f"__device__ __noinline__ void {name}_any(const Params& p) {{",
+                f"__device__ {inline} void {name}_any(const Params& p) {{",
                 "  constexpr int kVec = 1;",
-                "  const Tile t = tile_of(p);",
+                "  const Tile t = tile_again(p);",
             ]
         head += [
             f"  {lanes}",
@@ -85,7 +85,7 @@ class Body(Runs):
             *([] if u.form == PLAIN else ["  const Team<kShare> team(me, kSlices);"]),
             *(["  const Parts parts(me);"] if self.variant is Variant.LONG else []),
         ]
-        if self.out is not None:
+        if self.out is not None and not self.any_order:
             buffer, offset = self.out.args[1:3]
             place = f"target<{TYPES[u.dtypes[buffer]]}>(p, me.word({1 + buffer}))"
             at = "" if u.constants.get(offset) == 0 else f" + {self.slot(offset)}"
@@ -95,33 +95,50 @@ class Body(Runs):
                 some = f"!kOnce || (me.slice == 0 && me.lane * kVec < {u.width})"
                 where = f"{some} ? {where} + (kOnce ? me.lane * kVec : 0) : nullptr"
             before = [f"  auto* const out = kept({where});", *before]
-        for s in sorted(self.used):
-            kind = self.cls.slots[s]
-            if kind in (OPERAND, RESULT):
-                e, access = TYPES[u.dtypes[s]], "source" if kind == OPERAND else "target"
-                const = "const " if kind == OPERAND else ""
-                head.append(f"  {const}{e}* const b{s} = {access}<{e}>(p, me.word({1 + s}));")
-            else:
-                small = s in u.small
-                value = f"static_cast<i32>(me.word({1 + s}))" if small else f"me.word({1 + s})"
-                head.append(f"  const {'i32' if small else 'i64'} s{s} = {value};")
+        read = "me.again" if self.any_order else "me.word"
+        head += [f"  {self.declared(s, read)}" for s in sorted(self.used)]
+        loops = self.loops(runs, usual, rare)
+        return [*head, *before, *loops, *(["  return false;"] if self.turns else []), "}"]
+
+    @property
+    def apart(self) -> bool:
+        """Whether tiles that have no room in shared memory, or allow no vectors, have code of their own: both are
+        rare, and code that holds fewer registers than the usual one's spills nothing, where it shares those of a
+        kernel with code that needs all of them."""
+        return self.turns and self.u.vec > 1
+
+    def loops(self, runs: list[str], usual: list[str], rare: list[str]) -> list[str]:
+        """The loops over bags, and what a block asks behind them."""
         checks = [] if self.variant is Variant.LONG else self.checks
         if self.takes_blocks and not checks:
             # The kernel asks for long bags next. The checks are barriers, where there are any.
             checks = ["  __syncthreads();"]
-        loop = [*self.loop_head(), *passes, *self.loop_tail()]
-        if gathering := self.gathering():
-            loop = [*gathering, *(f"  {line}" for line in loop), "  }"]
-        loop += checks
-        if runs:
-            loop = [
-                "  if constexpr (kStaged) {",
-                *runs,
-                "  } else {",
-                *(f"  {line}" for line in loop),
-                "  }",
-            ]
-        return [*head, *before, *loop, "}"]
+        if not self.apart:
+            loop = [*self.loop_head(), *(usual or rare), *self.loop_tail()]
+            if gathering := self.gathering():
+                loop = [*gathering, *indented(loop), "  }"]
+            return [*loop, *checks]
+        if not runs:
+            runs = indented([*self.loop_head(), *usual, *self.loop_tail(), *checks])
+        self.rare, self.depth = True, 1
+        late = self.again(self.late_checks) if self.checks else checks
+        rare = [*self.loop_head(), *rare, *self.loop_tail(), *late]
+        self.rare = False
+        return ["  if constexpr (kStaged) {", *runs, "  } else {", *indented(rare), "  }"]
+
+    def passes(self, rare: bool) -> list[str]:
+        """What is done with a bag; `rare`: in code that hardly ever runs."""
+        self.rare = rare
+        return self.again(self.bag) if rare else self.taken(self.bag)
+
+    def bag(self) -> None:
+        for i in self.u.code:
+            if i.op == "REGION" or i.op == "JREGION":
+                self.region(i)
+            elif i.op == "STORE":
+                self.store(i)
+            else:
+                self.write(i)
 
     def before(self, summed: bool) -> list[str]:
         """What the whole block finds out before its first bag."""
@@ -180,34 +197,35 @@ class Body(Runs):
                 self.searches = True
                 self.put(f"const Looks looks{{p, me, {1 + len(self.cls.slots)}}};")
             self.put(f"Range tile_{seg};")
-            self.put(f"if (!find_segments(seg_{seg}, {total}, t, looks, tile_{seg})) {{")
-            self.put(f"  if (!searches(t)) class_{self.number}_any(p);")
-            self.put("  return;")
-            self.put("}")
+            found = f"find_segments(seg_{seg}, {total}, t, looks, tile_{seg})"
+            self.put(f"if (!{found}) return !searches(t);")
             return
-        mode, buffer, offset, n = splits
-        at = self.buffer(buffer)
-        at = at if self.u.constants.get(offset) == 0 else f"{at} + {self.slot(offset)}"
-        if mode in BAGS:
-            kind = f"{BAGS[mode]}<{TYPES[self.u.dtypes[buffer]]}>"
-            self.put(f"{kind} bags_{seg}{{{at}, {self.slot(n)}}};")
-            if self.variant is Variant.LONG:  # asked before
-                self.put(f"bags_{seg}.ascend(t);")
-            elif mode == "LENGTHS":  # where the tile's first bag begins is found on the way
-                self.put(f"if (!bags_{seg}.ascend(t)) return class_{self.number}_any(p);")
-            else:
-                self.check(f"bags_{seg}.ascend(t)")
-        else:
-            self.put(f"const auto* const splits_{seg} = {at};")
-            self.check(
-                f"block_ascends([&](i64 k) {{ return static_cast<i64>(load_one(splits_{seg} + k)); }}, "
-                f"{self.slot(n)})"
-            )
+        self.bags(i)
+        if self.variant is Variant.LONG and splits[0] in BAGS:  # asked before
+            self.put(f"bags_{seg}.ascend(t);")
+        elif splits[0] == "LENGTHS":  # where the tile's first bag begins is found on the way
+            self.put(f"if (!bags_{seg}.ascend(t)) return true;")
+        if asks := self.asks(i):
+            self.checks.append(f"  {asks}")
 
-    def check(self, ascends: str) -> None:
+    def asks(self, i: Instr) -> str:
         """A block asks when it is through: sums hardly ever have to be made again, and no warp waits to begin."""
+        splits = self.splits(i)
+        if splits is None or splits[0] == "LENGTHS":
+            return ""
+        ascend = f"bags_{i.args[1]}.ascend(t)"
+        if splits[0] not in BAGS:
+            of = f"[&](i64 k) {{ return static_cast<i64>(load_one(splits_{i.args[1]} + k)); }}"
+            ascend = f"block_ascends({of}, {self.slot(splits[3])})"
         before = "forget_long_bags(), " if self.takes_blocks else ""
-        self.checks.append(f"  if (!{ascends}) return {before}class_{self.number}_any(p);")
+        return f"if (!{ascend}) return {before}true;"
+
+    def late_checks(self) -> None:
+        """The same in rare code, which does not remember where splits lie."""
+        for i in self.u.code:
+            if i.op == "JREGION" and (asks := self.asks(i)):
+                self.bags(i)
+                self.put(asks)
 
     @property
     def once(self) -> bool:
@@ -241,7 +259,8 @@ class Body(Runs):
         if self.turns:
             lines[1:] = [
                 "  for (Turn turn(t, me.step); turn.at < bags; turn.end()) {",
-                "    turn.draw(me.thread);",
+                # Early, so that the answer is on its way meanwhile; it takes a register.
+                *(self.anew() if self.rare else ["    turn.draw(me.thread);"]),
                 "    const bool on = turn.at + me.first < bags;",
                 "    const i32 bag = on ? turn.at + me.first : bags - 1;",
             ]
@@ -280,27 +299,39 @@ class Body(Runs):
             ),
         ]
 
+    @staticmethod
+    def anew() -> list[str]:
+        """Which part of a tile this thread works on, so that nothing of it is kept from bag to bag."""
+        return [
+            "    const WarpWorker me(p, t, kLanes, kSlices, true);",
+            "    const Team<kShare> team(me, kSlices);",
+        ]
+
     def slot_late(self, s: int) -> str:
         """A slot read after the list of used slots is written: from the words themselves."""
         value = self.u.constants.get(s)
         return str(value) if value is not None else f"me.word({1 + s})"
 
     def loop_tail(self) -> list[str]:
-        return ["    }", "  }"] if self.u.width_slot >= 0 else ["  }"]
+        draw = ["    turn.draw(me.thread);"] if self.rare and self.turns else []
+        return [*(["    }"] if self.u.width_slot >= 0 else []), *draw, "  }"]
 
     def store(self, i: Instr) -> None:
         src, buffer, offset, _, *strides = i.args
         outer, step = strides[:-1], strides[-1]
-        self.late = self.u.form != PLAIN and i is not self.out
-        if i is self.out:
+        self.late = self.u.form != PLAIN and (i is not self.out or self.rare)
+        kept = i is self.out and not self.late
+        if kept:
             data = "out"
         elif self.late:
-            data = f"target<{TYPES[self.u.dtypes[buffer]]}>(p, me.late({1 + buffer}))"
+            data = f"target<{TYPES[self.u.dtypes[buffer]]}>(p, {self.read_late}({1 + buffer}))"
         else:
             data = self.buffer(buffer)
-        at = self.dot(None if i is self.out else offset, outer, self.bag_axes)
+        at = self.dot(None, outer, self.bag_axes)
         if i is self.out and self.turns and len(outer) == 1 and at != "bag":
             at = f"row_offset<kStaged>(bag, {self.slot(outer[0])})"
+        if not kept and (begin := self.dot(offset, (), ())) != "0":
+            at = begin if at == "0" else f"{begin} + {at}"
         self.late = False
         if not self.is_row(src):
             self.put(f"if (has && me.lane == 0 && me.slice == 0) store({data} + {at}, r{src});")

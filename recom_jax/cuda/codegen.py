@@ -120,11 +120,18 @@ def _mending(units: Units, searches: Sequence[bool]) -> list[str]:
 def _kernel(units: Units, schedule: Schedule) -> list[str]:
     lines = _head("recom_fused", schedule.blocks or resident_blocks(units))
     for k, cls in enumerate(units.classes):
-        call = f"recom_cuda::class_{k}<1{', false' if cls.form == JAGGED else ''}>(p, t);"
+        jagged = cls.form == JAGGED
+        call = f"recom_cuda::class_{k}<1{', false' if jagged else ''}>(p, t)"
         if cls.vec > 1:
-            more = ", true" if cls.form == JAGGED else ""
-            call = f"if (t.aligned) recom_cuda::class_{k}<{cls.vec}{more}>(p, t); else {call}"
-        if cls.form == JAGGED and schedule.long:  # once here, instead of in each of its forms
+            vectors = f"recom_cuda::class_{k}<{cls.vec}{', true' if jagged else ''}>(p, t)"
+            call = (
+                f"t.aligned ? {vectors} : {call}"
+                if jagged
+                else f"if (t.aligned) {vectors}; else {call}"
+            )
+        # Bags in any order: asked for once, behind the usual code.
+        call = f"if ({call}) recom_cuda::class_{k}_any(p);" if jagged else f"{call};"
+        if jagged and schedule.long:  # once here, instead of in each of its forms
             call += f" if (recom_cuda::block_met_long()) recom_cuda::class_{k}_long(p);"
         lines.append(f"    case {k}: {call} break;")
     return [*lines, "  }", "}"]

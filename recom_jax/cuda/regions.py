@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recom_jax.cuda.orders import BAGS, Orders
-from recom_jax.cuda.text import KINDS, TYPES, Unsupported, Variant
+from recom_jax.cuda.ranges import Ranges
+from recom_jax.cuda.text import KINDS, TYPES, Variant
 from recom_jax.cuda.units import closure, reads, writes
 from recom_jax.program import Instr, Reg
 
 # What cp.async copies (recom_stage.cuh).
 _STAGED = ("int32", "int64", "uint32", "uint64", "float32", "float64")
-_NARROW = ("int8", "uint8", "int16", "uint16", "int32")
 STAGE_BYTES = 16384
 
 
-class Regions(Orders):
+class Regions(Ranges):
     """Adds REGION and JREGION."""
 
     def region(self, i: Instr) -> None:
@@ -48,7 +47,8 @@ class Regions(Orders):
         for b in reductions:
             self.start(b)
         loads = [b for b in first if b.op == "LOAD"]
-        if staged := [b for b in loads if self.stageable(i, b)]:
+        staged = [b for b in loads if self.stageable(i, b)]
+        if staged and not any(region is i for region, _ in self.staged):
             self.staged.append((i, staged))
         flights = f"constexpr int kFlight = {flight}, kOwn = own_numbers(kShare, kFlight);"
         self.put("{")
@@ -126,9 +126,12 @@ class Regions(Orders):
         rows: set[int], whole: bool,
     ) -> None:  # fmt: skip
         """The rows of a round, kFlight at a time."""
-        for b in () if self.jagged else pools:
+        # Rare code writes its rows' registers before the loop over flights, as bags of one length do (`Flying`).
+        once = self.rare and not self.any_order
+        for b in pools if once or not self.jagged else ():
             dtype, e = TYPES[self.cls.regs[b.args[2]].dtype], TYPES[self.u.dtypes[b.args[5]]]
-            self.put(f"Flying<{dtype}, {e}, kVec> x{b.args[2]}[kFlight]{{}};")
+            kind = f"Row<{dtype}, kVec>" if self.jagged else f"Flying<{dtype}, {e}, kVec>"
+            self.put(f"{kind} x{b.args[2]}[kFlight]{{}};")
         self.put("#pragma unroll 1")
         self.put("for (int g = 0; g < kOwn * kShare; g += kFlight) {")
         self.depth += 1
@@ -145,7 +148,7 @@ class Regions(Orders):
             )
         for r in sorted(rows):
             self.put(f"{self.type_of(r)} r{r}[kFlight];")
-        for b in pools if self.jagged else ():
+        for b in pools if self.jagged and not once else ():
             dtype = TYPES[self.cls.regs[b.args[2]].dtype]
             self.put(f"Row<{dtype}, kVec> x{b.args[2]}[kFlight];")
         self.in_flight = numbers | rows
@@ -237,43 +240,6 @@ class Regions(Orders):
                 self.put(f"rest_q /= static_cast<i32>({size});")
             self.put("const i32 q_0 = rest_q;")
 
-    def ranges(self, i: Instr) -> None:
-        """How many positions there are, and which are the bag's."""
-        if self.jagged:
-            # What segment ids say of a tile needs no number of positions.
-            unused = "[[maybe_unused]] " if self.splits(i) is None else ""
-            total = f"static_cast<i32>({self.slot(i.args[0])})"
-            if self.gathers(i):
-                total = f"gathered_{i.args[1]}.n"
-            self.put(f"{unused}const i32 total = {total};")
-        else:
-            sizes = [self.slot(s) for s in i.args[1:]]
-            self.put(f"const i32 total = static_cast<i32>({' * '.join(sizes) or '1'});")
-        if not self.jagged or self.any_order:
-            self.put("const Range span{0, total};")
-            return
-        span = self.range_of(i, "bag")
-        if any(region is i for region, _ in self.staged):
-            span = "span_of(bag)"
-            self.put("const auto span_of = [&](i32 at) -> Range {")
-            self.put(f"  if constexpr (kStaged) return limits_{i.args[1]}.of(at);")
-            self.put(f"  else return {self.range_of(i, 'at')};")
-            self.put("};")
-        if self.variant is Variant.LONG:
-            span = f"parts.of({span})"
-        elif self.schedule.long:  # rows without vectors are rare, and have no code for long bags
-            span = f"kVec == {self.u.vec} ? unless_long({span}) : {span}"
-        self.put(f"const Range span = {span};")
-
-    def range_of(self, i: Instr, bag: str) -> str:
-        """The positions of a jagged bag, as text."""
-        seg, splits = i.args[1], self.splits(i)
-        if splits is None:
-            return f"range_in(seg_{seg}, tile_{seg}, {bag})"
-        if splits[0] in BAGS:
-            return f"bags_{seg}.range(total, {bag})"
-        return f"split_range(splits_{seg}, {self.slot(splits[3])}, total, {bag})"
-
     def stage(self, limits_last: bool = False, size: int = STAGE_BYTES) -> None:
         """Has the tile's part of what positions read brought to `size` bytes of shared memory."""
         each = size // max(sum(len(loads) for _, loads in self.staged), 1) // 16 * 16
@@ -310,7 +276,7 @@ class Regions(Orders):
             else:
                 find.append(f"if (kStaged) mark_segments(limits_{seg}, t, tile_{seg}, seg_{seg});")
                 ascends = f"tile_ascends(seg_{seg}, t, tile_{seg})"
-                self.put(f"if (kStaged && searches(t) && !{ascends}) return;")
+                self.put(f"if (kStaged && searches(t) && !{ascends}) return false;")
             copies = []
             for kind, b in kinds:
                 _, buffer, offset, *_ = b.args
@@ -360,34 +326,13 @@ class Regions(Orders):
         self.put("Read found;")
         for b in loads:
             there = f"found.r{b.args[0]} = {self.load(b)};"
-            if b in staged:
+            if b in staged and not self.rare:
                 there = f"if constexpr (kStaged) found.r{b.args[0]} = staged_{b.args[0]}.at(at_q); else {there}"
             self.put(there)
         self.put("return found;")
         self.depth -= 1
         self.put("};")
         self.begun = set()
-
-    def lambda_of(self, region: Instr, register: int, name: str) -> None:
-        """A function of the position that computes a number of the region's body."""
-        code = closure(region.body, {register})
-        if any(i.op in ("EXPAND", "TAKE", "POOL", "ACC") for i in code):
-            raise Unsupported("segment ids that depend on bags")
-        kept, self.in_flight = self.in_flight, set()
-        position, self.position, jagged, self.jagged = (
-            self.position,
-            "q",
-            self.jagged,
-            region.op == "JREGION",
-        )
-        # Half the instructions to compare with, where 32 bits hold all of them.
-        kind = "i32" if self.cls.regs[register].dtype in _NARROW else "i64"
-        self.put(f"const auto {name} = [&](i32 q) -> {kind} {{")
-        for i in code:
-            self.put(f"  const {self.type_of(self.dst(i))} r{writes(i)} = {self.value(i)};")
-        self.put(f"  return static_cast<{kind}>(r{register});")
-        self.put("};")
-        self.in_flight, self.position, self.jagged = kept, position, jagged
 
 
 def _phases(body: Sequence[Instr], regs: Sequence[Reg]) -> list[int]:

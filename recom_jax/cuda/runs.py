@@ -85,7 +85,7 @@ class Runs(Regions):
         if self.takes_blocks and not checks:
             checks = ["  __syncthreads();"]
         forget = "forget_long_bags(), " if self.takes_blocks else ""
-        self.put(f"if (!tile_is_there({in_order})) return {forget}class_{self.number}_any(p);")
+        self.put(f"if (!tile_is_there({in_order})) return {forget}true;")
         self.put(f"const Run<kLanes> run(tile_{seg});")
         self.put(f"const i32 mine = run.lane * kVec, f = mine < {u.width} ? mine : 0;")
         taken, made = f"{self.type_of(loaded)} r{loaded}", self.type_of(idx)

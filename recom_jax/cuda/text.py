@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from recom_jax.cuda.units import UnitClass, reads, walk, writes
 from recom_jax.errors import EncodeError
-from recom_jax.program import Instr
+from recom_jax.program import OPERAND, RESULT, Instr
 
 TYPES = {
     "bool": "pred", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8", "uint16": "u16",
@@ -78,6 +78,7 @@ class Text:
         self.depth = 1
         self.out: Instr | None = None  # the only store of a unit that reduces
         self.used: set[int] = set()  # slots read from the column's words
+        self.rare = False  # code that hardly ever runs: its words are read again, to hold no register meanwhile
         self.in_flight: set[int] = set()  # registers that hold a value for each position in flight
         self.position = ""  # "q" inside a region
         self.begun: set[int] = set()  # numbers whose bag's first one has an address of its own
@@ -108,7 +109,7 @@ class Text:
                 else f"static_cast<i64>({value & (2**64 - 1)}ull)"
             )
         if self.late:
-            return f"me.late({1 + s})"
+            return f"{self.read_late}({1 + s})"
         self.used.add(s)
         return f"s{s}"
 
@@ -151,6 +152,39 @@ class Text:
         if not self.late:
             self.used.add(s)
         return f"b{s}"
+
+    def declared(self, s: int, read: str = "me.word") -> str:
+        """The variable of a used slot, read from the column's words."""
+        word, kind = f"{read}({1 + s})", self.cls.slots[s]
+        if kind in (OPERAND, RESULT):
+            e, access = TYPES[self.u.dtypes[s]], "source" if kind == OPERAND else "target"
+            const = "const " if kind == OPERAND else ""
+            return f"{const}{e}* const b{s} = {access}<{e}>(p, {word});"
+        if s in self.u.small:
+            return f"const i32 s{s} = static_cast<i32>({word});"
+        return f"const i64 s{s} = {word};"
+
+    def again(self, write: Callable[[], object]) -> list[str]:
+        """The lines that `write` puts, behind variables of their own of the slots that they use.
+
+        Those hide the function's, read the words at this very place, and so hold registers no longer than here.
+        """
+        used, self.used = self.used, set()
+        lines = self.taken(write)
+        declared = ["  " * self.depth + self.declared(s, self.read_late) for s in sorted(self.used)]
+        self.used = used
+        return [*declared, *lines]
+
+    def taken(self, write: Callable[[], object]) -> list[str]:
+        """The lines that `write` puts, apart."""
+        lines, self.lines = self.lines, []
+        write()
+        taken, self.lines = self.lines, lines
+        return taken
+
+    @property
+    def read_late(self) -> str:
+        return "me.again" if self.rare else "me.late"
 
     def dot(self, offset: int | None, strides: Sequence[int], axes: Sequence[str]) -> str:
         """offset + sum of index * stride, as text."""

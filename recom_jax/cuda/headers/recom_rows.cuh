@@ -160,6 +160,16 @@ RECOM_FN int kept_number(int x) {
 #endif
   return x;
 }
+// The number of this thread, asked for at this very place.
+RECOM_FN int thread_now() {
+#ifdef __CUDA_ARCH__
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+#else
+  return static_cast<int>(threadIdx.x);
+#endif
+}
 // Where a bag's row begins in the result. kNear: the plan has seen that 32 bits hold the stride.
 template <bool kNear>
 RECOM_FN i64 row_offset(i32 bag, i64 stride) {

@@ -108,21 +108,22 @@ RECOM_FN void sum_runs(const Run<kLanes>& run, const Tile& t, const L& limits, c
       }
     }
     q += kFlight;
-    if (q < stop || goes_on) continue;
-    // The bag ends here; the next one that isn't empty begins.
-    if (begun) {
-      done(bag, acc);
-    } else {
-      run_sums<R>()[threadIdx.x] = acc;
+    if (q >= stop && !goes_on) {  // the bag ends here
+      if (begun) {
+        done(bag, acc);
+      } else {
+        run_sums<R>()[threadIdx.x] = acc;
+      }
+      q = end;
+      if (q < run.last) {  // the next one that isn't empty begins
+        begun = true;
+        acc = init;
+        do {
+          end = limits.in_tile(++bag).end;
+        } while (end <= q);
+        goes_on = end > run.last;
+      }
     }
-    q = end;
-    if (q >= run.last) break;
-    begun = true;
-    acc = init;
-    do {
-      end = limits.in_tile(++bag).end;
-    } while (end <= q);
-    goes_on = end > run.last;
   }
   if (goes_on && !begun) run_sums<R>()[threadIdx.x] = acc;
   __syncthreads();

@@ -19,9 +19,9 @@ RECOM_FN i64 load_word(const i64* at) {
   return *at;
 #endif
 }
-RECOM_FN Tile tile_of(const Params& p) {
+RECOM_FN Tile read_tile(const Tile* tile) {
   i64 words[4];
-  const i64* const at = reinterpret_cast<const i64*>(p.tiles + blockIdx.x);
+  const i64* const at = reinterpret_cast<const i64*>(tile);
 #ifdef __CUDA_ARCH__
   const u64 policy = stays();
   asm("ld.global.nc.L2::cache_hint.v2.b64 {%0, %1}, [%2], %3;" : "=l"(words[0]), "=l"(words[1]) : "l"(at), "l"(policy));
@@ -33,6 +33,15 @@ RECOM_FN Tile tile_of(const Params& p) {
   static_assert(sizeof(Tile) == sizeof(words), "a tile is two vectors");
   memcpy(&t, words, sizeof(t));
   return t;
+}
+RECOM_FN Tile tile_of(const Params& p) { return read_tile(p.tiles + blockIdx.x); }
+// The same, read again: nothing of it was kept meanwhile.
+RECOM_FN Tile tile_again(const Params& p) {
+  const Tile* tile = p.tiles + blockIdx.x;
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+l"(tile));
+#endif
+  return read_tile(tile);
 }
 
 // A thread keeps its lane, slice and column; its bag moves by `step` each pass. Threads behind the last whole
@@ -69,6 +78,16 @@ struct Worker {
     return words[k];
 #endif
   }
+  // The same, read again each time: the assembler would take what is constant out of loops.
+  RECOM_FN i64 again(int k) const {
+#ifdef __CUDA_ARCH__
+    i64 x;
+    asm volatile("ld.relaxed.cta.global.b64 %0, [%1];" : "=l"(x) : "l"(words + k) : "memory");
+    return x;
+#else
+    return words[k];
+#endif
+  }
 
  private:
   // Which column and bag thread group `group` of `groups` has. Divisions take a hundred cycles before the first load: most
@@ -92,9 +111,11 @@ struct Worker {
 
 // The same where every warp goes its own way: `step` bags of a warp at once, `first` of them this thread's.
 struct WarpWorker : Worker {
-  RECOM_FN WarpWorker(const Params& p, const Tile& t, int lanes, int slices) : Worker(p.words + t.words) {
-    // Kept, or the compiler asks which thread this is again and again. Lanes and slices are powers of two.
-    thread = kept_number(static_cast<int>(threadIdx.x % 32));
+  // Kept, or the compiler asks which thread this is again and again; or not at all, but found out at this very place.
+  RECOM_FN WarpWorker(const Params& p, const Tile& t, int lanes, int slices, bool anew = false)
+      : Worker(p.words + t.words) {
+    thread = anew ? thread_now() % 32 : kept_number(static_cast<int>(threadIdx.x % 32));
+    // Lanes and slices are powers of two.
     const int per_bag = lanes * slices, shift = 31 - __clz(per_bag);
     step = 32 >> shift;
     first = thread >> shift;

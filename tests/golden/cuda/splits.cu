@@ -5,20 +5,17 @@
 namespace recom_cuda {
 
 // The same for segment ids in any order.
-__device__ __noinline__ void class_0_any(const Params& p) {
+__device__ __forceinline__ void class_0_any(const Params& p) {
   constexpr int kVec = 1;
-  const Tile t = tile_of(p);
+  const Tile t = tile_again(p);
   const int kLanes = t.lanes;
   const int kSlices = t.slices;
   constexpr int kShare = 1;
   const Worker me(p, t, kLanes, kSlices, 25);
   const Team<kShare> team(me, kSlices);
-  const i64 s2 = me.word(3);
-  const i32* const b5 = source<i32>(p, me.word(6));
-  const i64 s7 = me.word(8);
-  const i32* const b10 = source<i32>(p, me.word(11));
-  const f32* const b15 = source<f32>(p, me.word(16));
-  auto* const out = kept(target<f32>(p, me.word(24)));
+  const i64 s2 = me.again(3);
+  const i32* const b5 = source<i32>(p, me.again(6));
+  const i64 s7 = me.again(8);
   const auto seg_3 = [&](i32 q) -> i32 {
     const i32 r0 = static_cast<i32>(q);
     const i32 r1 = search_scan<kRight>(r0, b5 + 0, s7);
@@ -34,6 +31,9 @@ __device__ __noinline__ void class_0_any(const Params& p) {
       const i32 mine = chunk + me.lane * kVec;
       const bool has = on && mine < 40;
       const i32 f = mine < 40 ? mine : 0;
+      const i64 s2 = me.again(3);
+      const i32* const b10 = source<i32>(p, me.again(11));
+      const f32* const b15 = source<f32>(p, me.again(16));
       Row<f32, kVec> r4 = spread<kVec>(start_of<kMax>(immediate<f32>(static_cast<i64>(4286578688ull)), me.slice));
       {
         const i32 total = static_cast<i32>(s2);
@@ -92,16 +92,16 @@ __device__ __noinline__ void class_0_any(const Params& p) {
         }
         join_slices<kMax>(r4, kLanes, kSlices);
       }
-      if (has && me.slice == 0) store(out + i64{bag} * 40 + f, r4);
+      if (has && me.slice == 0) store(target<f32>(p, me.again(24)) + i64{bag} * 40 + f, r4);
     }
   }
 }
 
 // Class 0: rows of 40, jagged bags.
 template <int kVec, bool kStaged>
-__device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
+__device__ __forceinline__ bool class_0(const Params& p, const Tile& t) {
   constexpr int kLanes = lanes_for(kJagged, 40, kVec);
-  const int kSlices = t.slices;
+  const int kSlices = kept_number(t.slices);
   constexpr int kShare = kLanes;
   const WarpWorker me(p, t, kLanes, kSlices);
   const Team<kShare> team(me, kSlices);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
     return split_range(splits_3, s7, total, at);
   });
   if constexpr (kStaged) {
-    if (!tile_is_there(ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7) && in_order_3)) return class_0_any(p);
+    if (!tile_is_there(ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7) && in_order_3)) return true;
     const Run<kLanes> run(tile_3);
     const i32 mine = run.lane * kVec, f = mine < 40 ? mine : 0;
     const auto number = [&](i32 r5) -> i32 {
@@ -147,28 +147,31 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
   } else {
     const i32 bags = static_cast<i32>(t.bag0) + t.bags;
     for (Turn turn(t, me.step); turn.at < bags; turn.end()) {
-      turn.draw(me.thread);
+      const WarpWorker me(p, t, kLanes, kSlices, true);
+      const Team<kShare> team(me, kSlices);
       const bool on = turn.at + me.first < bags;
       const i32 bag = on ? turn.at + me.first : bags - 1;
       for (i32 chunk = 0; chunk < 40; chunk += kLanes * kVec) {
         const i32 mine = chunk + me.lane * kVec;
         const bool has = on && mine < 40;
         const i32 f = mine < 40 ? mine : 0;
+        const i64 s2 = me.again(3);
+        const i32* const b5 = source<i32>(p, me.again(6));
+        const i64 s7 = me.again(8);
+        const i32* const b10 = source<i32>(p, me.again(11));
+        const f32* const b15 = source<f32>(p, me.again(16));
         Row<f32, kVec> r4 = spread<kVec>(start_of<kMax>(immediate<f32>(static_cast<i64>(4286578688ull)), me.slice));
         {
           const i32 total = static_cast<i32>(s2);
-          const auto span_of = [&](i32 at) -> Range {
-            if constexpr (kStaged) return limits_3.of(at);
-            else return split_range(splits_3, s7, total, at);
-          };
-          const Range span = span_of(bag);
+          const auto* const splits_3 = b5;
+          const Range span = split_range(splits_3, s7, total, bag);
           constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
           const i32 end = span.end;
           struct Read { i32 r5; };
           const auto read = [&](i32 at_q) -> Read {
             const i32 q = at_q < end ? at_q : 0;
             Read found;
-            if constexpr (kStaged) found.r5 = staged_5.at(at_q); else found.r5 = load_one(b10 + q);
+            found.r5 = load_one(b10 + q);
             return found;
           };
           struct Position {
@@ -198,12 +201,12 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
             for (int i = 0; i < kOwn; ++i) raw[i] = read(q0 + i * team.size + team.rank);
             #pragma unroll
             for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
+            Row<f32, kVec> x4[kFlight]{};
             #pragma unroll 1
             for (int g = 0; g < kOwn * kShare; g += kFlight) {
               if (done + g * kSlices >= most) break;
               i32 r11[kFlight];
               share_flight<kFlight>(team, r11, g, [&](int i) { return now[i].r11; });
-              Row<f32, kVec> x4[kFlight];
               #pragma unroll
               for (int u = 0; u < kFlight; ++u) {
                 if (r11[u] >= 0) x4[u] = fetch<f32, kVec, true>(mine4, r11[u], 40);
@@ -216,11 +219,16 @@ __device__ __forceinline__ void class_0(const Params& p, const Tile& t) {
           }
           if (kShare == 1 || most > 0) join_rows<kMax, kLanes>(r4, kSlices, me.thread); else r4 = spread<kVec>(immediate<f32>(static_cast<i64>(4286578688ull)));
         }
-        if (has && me.slice == 0) store(out + row_offset<kStaged>(bag, 40) + f, r4);
+        if (has && me.slice == 0) store(target<f32>(p, me.again(24)) + row_offset<kStaged>(bag, 40) + f, r4);
       }
+      turn.draw(me.thread);
     }
-    if (!block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7)) return class_0_any(p);
+    const i32* const b5 = source<i32>(p, me.again(6));
+    const i64 s7 = me.again(8);
+    const auto* const splits_3 = b5;
+    if (!block_ascends([&](i64 k) { return static_cast<i64>(load_one(splits_3 + k)); }, s7)) return true;
   }
+  return false;
 }
 
 }  // namespace recom_cuda
@@ -229,6 +237,6 @@ extern "C" __global__ void __launch_bounds__(recom_cuda::kThreads, 5)
 recom_fused(const __grid_constant__ recom_cuda::Params p) {
   const recom_cuda::Tile t = recom_cuda::tile_of(p);
   switch (t.cls) {
-    case 0: if (t.aligned) recom_cuda::class_0<4, true>(p, t); else recom_cuda::class_0<1, false>(p, t); break;
+    case 0: if (t.aligned ? recom_cuda::class_0<4, true>(p, t) : recom_cuda::class_0<1, false>(p, t)) recom_cuda::class_0_any(p); break;
   }
 }
