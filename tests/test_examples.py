@@ -738,3 +738,16 @@ def test_optimize_whole_models_and_gradients() -> None:
     expected = jax.grad(dlrm.loss)(weights, rows)
     actual = jax.grad(recom_jax.optimize(dlrm.loss))(weights, rows)
     jax.tree.map(lambda a, b: close(a, b, 1e-4), actual, expected)
+
+
+@pytest.mark.once
+def test_the_demo_tours_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    from examples import demo
+
+    dlrm = Dlrm(vocabulary=50, dim=4, bottom=(8,), top=(8,))
+    report, milliseconds = demo.tour(
+        "A small DLRM", dlrm.forward, dlrm.init(1), dlrm.batch(5, 2), 2
+    )
+    assert report.num_fused == 26 and milliseconds > 0
+    told = capsys.readouterr().out
+    assert "26 of 26 columns fused" in told and "results: 100.00% of 5 numbers equal" in told
