@@ -60,14 +60,15 @@ demo: $(TOUR)/.built
 bench: $(TOUR)/.built
 	$(TOUR)/bin/python -m benchmarks $(ARGS)
 
-# Goes through all of it before it fails, so that one run shows every fault.
+# Goes through all of it before it fails, so that one run shows every fault. A file's tests stay together: they share
+# what they compile.
 test: $(TEST_ENVS:=/.built)
 	@if [ -z "$(strip $(TEST_ENVS))" ]; then $(NO_PYTHON); fi
 	@failed=; only=(); \
 	$(MAKE) --no-print-directory lint || failed+=" lint"; \
 	for env in $(TEST_ENVS); do \
 	  echo "== pytest in $$env"; \
-	  $$env/bin/python -m pytest -n 2 --durations=25 "$${only[@]}" $(ARGS) || failed+=" $$env"; \
+	  $$env/bin/python -m pytest -n 2 --dist loadfile --durations=25 "$${only[@]}" $(ARGS) || failed+=" $$env"; \
 	  only=(-m "not once"); \
 	done; \
 	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi

@@ -48,11 +48,19 @@ class Bag:
         size = self.magnitude
         if size is None:
             size = jax.jit(fn)(
-                *[jax.tree.map(jnp.abs, a) if k in self.absolute else a for k, a in enumerate(args)]
+                *[
+                    jax.tree.map(absolute, a) if k in self.absolute else a
+                    for k, a in enumerate(args)
+                ]
             )
         return jax.tree.map(
             lambda m: 2 * (self.n + 6) * EPS * np.abs(np.asarray(m, np.float64)) + 1e-37, size
         )
+
+
+def absolute(x: Any) -> Any:
+    """By numpy: XLA would compile it for each shape."""
+    return jnp.asarray(np.abs(np.asarray(x)))
 
 
 POISON = 0xA5  # the byte that memory which nobody wrote holds
@@ -130,14 +138,14 @@ def check_report(
     report: recom_jax.Report, columns: int | None, fused: int | None, calls: int | None
 ) -> None:
     """The numbers of the contract, and a reason for every column left in XLA."""
-    text = report.to_text(limit=None)
     if columns is None:
-        assert report.num_columns > 0, text
+        assert report.num_columns > 0, report.to_text(limit=None)
     else:
-        assert report.num_columns == columns, text
-    assert report.num_fused == (report.num_columns if fused is None else fused), text
+        assert report.num_columns == columns, report.to_text(limit=None)
+    want = report.num_columns if fused is None else fused
+    assert report.num_fused == want, report.to_text(limit=None)
     if calls is not None:
-        assert report.num_custom_calls == calls, text
+        assert report.num_custom_calls == calls, report.to_text(limit=None)
     for column in report.columns:
         assert (column.reason == "") == (column.status == "fused"), column
 
@@ -211,7 +219,9 @@ def table(rows: int, dim: int, dtype: Any = jnp.float32, seed: int = 0) -> jax.A
     if np.issubdtype(kind, np.integer):
         info = np.iinfo(kind)
         return jnp.asarray(rng.integers(info.min, info.max, (rows, dim), dtype=kind, endpoint=True))
-    return jnp.asarray(rng.normal(size=(rows, dim)) * 4).astype(dtype)
+    # numpy's casts are XLA's, which would compile each for each shape.
+    values = (rng.normal(size=(rows, dim)) * 4).astype(jnp.result_type(float))
+    return jnp.asarray(values.astype(kind))
 
 
 def ids(

@@ -84,6 +84,7 @@ RECOM = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", RECOM)
 def test_recom_columns_equal_numpy(name: str, size: int) -> None:
@@ -97,6 +98,7 @@ def test_recom_columns_equal_numpy(name: str, size: int) -> None:
     close(jax.jit(model.columns_tuned)(params, batch), expected)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["model_e", "model_f", "microbenchmark"])
 def test_recom_hand_batched_equals_columns(name: str, size: int) -> None:
@@ -112,6 +114,7 @@ def test_recom_columns_that_differ_cannot_be_stacked() -> None:
         model.stack_params(model.init())
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["model_e", "model_f"])
 def test_recom_forward_equals_numpy(name: str) -> None:
     model = RECOM[name]
@@ -200,6 +203,7 @@ def small_recflex(name: str, **options: Any) -> RecflexModel:
     return recflex(name, scale=scale, max_rows=500, **options)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
 def test_recflex_columns_equal_numpy(name: str, size: int) -> None:
@@ -210,6 +214,7 @@ def test_recflex_columns_equal_numpy(name: str, size: int) -> None:
     close(actual, numpy_bags(model, params, batch), 1e-4)
 
 
+@pytest.mark.once
 def test_recflex_search_ignores_padding() -> None:
     model = small_recflex("C", expand="searchsorted")
     params = model.init(1)
@@ -222,6 +227,7 @@ def test_recflex_search_ignores_padding() -> None:
         small_recflex("C").batch(5, round_up=64)
 
 
+@pytest.mark.once
 def test_recflex_forward() -> None:
     model = small_recflex("A")
     params, batch = model.init(1), model.batch(5, 2)
@@ -337,6 +343,7 @@ def test_criteo_values_and_defaults(tsv: pathlib.Path) -> None:
     assert batch["C26"].dtype == np.int32
 
 
+@pytest.mark.once
 def test_criteo_ids_are_the_same_hashed_on_the_host_or_in_the_model(tsv: pathlib.Path) -> None:
     write(tsv, criteo_line(), criteo_line(C1="", C2="00000000", C3="ffffffff"))
     vocabulary = [50 + i for i in range(26)]
@@ -487,6 +494,7 @@ def criteo_file(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "criteo.csv"
 
 
+@pytest.mark.once
 def test_criteo_sample_trains(criteo_file: pathlib.Path) -> None:
     model = Dlrm(1000, dim=4, bottom=(16,), top=(16,))
     params = model.init()
@@ -503,6 +511,7 @@ def test_criteo_sample_trains(criteo_file: pathlib.Path) -> None:
     assert sum(losses[-2:]) < sum(losses[:2])  # the same two batches, eight times
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("size", SIZES)
 def test_dlrm_equals_numpy(size: int) -> None:
     model = Dlrm(vocabulary=50, dim=4, bottom=(8,), top=(8,))
@@ -624,6 +633,7 @@ def movielens_file(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "movielens.csv"
 
 
+@pytest.mark.once
 def test_movielens_model_equals_numpy(movielens_file: pathlib.Path) -> None:
     model = MovieLensModel(dim=4, units=8)
     params = model.init()
@@ -728,3 +738,16 @@ def test_optimize_whole_models_and_gradients() -> None:
     expected = jax.grad(dlrm.loss)(weights, rows)
     actual = jax.grad(recom_jax.optimize(dlrm.loss))(weights, rows)
     jax.tree.map(lambda a, b: close(a, b, 1e-4), actual, expected)
+
+
+@pytest.mark.once
+def test_the_demo_tours_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    from examples import demo
+
+    dlrm = Dlrm(vocabulary=50, dim=4, bottom=(8,), top=(8,))
+    report, milliseconds = demo.tour(
+        "A small DLRM", dlrm.forward, dlrm.init(1), dlrm.batch(5, 2), 2
+    )
+    assert report.num_fused == 26 and milliseconds > 0
+    told = capsys.readouterr().out
+    assert "26 of 26 columns fused" in told and "results: 100.00% of 5 numbers equal" in told

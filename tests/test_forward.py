@@ -15,6 +15,8 @@ import pytest
 import recom_jax
 from recom_jax import _recom
 
+pytestmark = pytest.mark.usefixtures("short_collections")
+
 
 class Forward(_recom.Forward):
     def __init__(self, target: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pathlib
 import re
 import resource
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="the CPU's handler"),
 ]
 
+ROOT = pathlib.Path(__file__).parent.parent
 ROWS, WIDTH = 50, 64
 
 
@@ -48,13 +51,24 @@ def inputs(batch: int) -> tuple[list[jax.Array], jax.Array]:
     return tables, jnp.asarray(rng.integers(0, ROWS, batch), jnp.int32)
 
 
-@pytest.mark.parametrize(("batch", "asks"), [(0, False), (1000, False), (100_000, True)])
-def test_results(batch: int, asks: bool) -> None:
+@pytest.mark.parametrize("batch", [0, 1000, 100_000])
+def test_results(batch: int) -> None:
     args = inputs(batch)
     out = recom_jax.optimize(lookups)(*args)
     np.testing.assert_array_equal(out, jax.jit(lookups)(*args))
-    if batch:
-        assert asked(out) == asks
+    if batch == 100_000:
+        assert asked(out)
+
+
+def test_small_results_do_not_ask() -> None:
+    """In a process of its own: here such a result may lie where numpy had a large array, and has asked."""
+    code = """
+import recom_jax
+from tests.test_huge_pages import asked, inputs, lookups
+print(asked(recom_jax.optimize(lookups)(*inputs(1000))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert done.stdout.split() == ["False"], done.stderr[-3000:]
 
 
 def test_gradients() -> None:

@@ -20,6 +20,8 @@ from recom_jax.errors import ArgumentError, BatchError, BatchTypeError, BindErro
 from recom_jax.pack import Arena, LeafSpec, Packer, SlotRing, Staging, layout_of
 from tests.helpers import cpu_only
 
+pytestmark = pytest.mark.usefixtures("short_collections")
+
 DTYPES = [
     *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32"),
     jnp.bfloat16,
@@ -66,15 +68,6 @@ def settle(condition, seconds=5.0):
         gc.collect()
         time.sleep(0.01)
     return condition()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_collections():
-    """Takes what other tests left out of the many collections here: each would look at all of it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

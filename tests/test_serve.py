@@ -24,6 +24,8 @@ from recom_jax.errors import (
 )
 from tests.helpers import cpu_only
 
+pytestmark = pytest.mark.usefixtures("short_collections")
+
 
 def model(params: Any, batch: Any) -> Any:
     """Two small tables, a large one, a weight that only XLA reads."""

@@ -21,6 +21,8 @@ from recom_jax import _recom, ffi, pack, stage
 from recom_jax.errors import BatchTypeError, BindError, LeaseError
 from tests.helpers import cpu_only
 
+pytestmark = pytest.mark.usefixtures("short_collections")
+
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

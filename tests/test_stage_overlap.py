@@ -17,6 +17,8 @@ import recom_jax
 from recom_jax import _recom, pack, stage
 from recom_jax.errors import BatchError, BatchTypeError, DeletedError
 
+pytestmark = pytest.mark.usefixtures("short_collections")
+
 ROWS = 20_000  # 720 KB: 11 chunks, large enough to be packed while the call is dispatched
 PIECE = 128 << 10
 

@@ -17,6 +17,8 @@ import pytest
 import recom_jax
 from recom_jax import _recom
 
+pytestmark = pytest.mark.usefixtures("short_collections")
+
 THREADS, CALLS = 16, 60
 SIZES = (1, 2, 5, 16, 33)
 

@@ -30,11 +30,12 @@ COMMON = (
     *("-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off"),
     "-fno-gnu-unique",
 )
+# Kernels run once or twice, so what counts is the time to compile them: no optimisation.
 # kernel-address: each access calls a function that memory.cc defines. The rest of the instrumentation is turned
 # off: what a fiber's stack holds is not the call's. Uninitialized arrays hold garbage.
 KERNEL = (
     *(
-        "-Og",
+        "-O0",
         "-g1",
         "-w",
         "-fsanitize=kernel-address,undefined,float-cast-overflow",
@@ -263,7 +264,7 @@ def kernel(
 
     Args:
       pointers: RECOM_POINTERS, buffers a launch may name.
-      extra: more flags, such as ``-O0`` or ``-ffp-contract=fast``.
+      extra: more flags, such as ``-O1`` or ``-ffp-contract=fast``.
     """
     _runtime()
     whole = f'#include "emulate.h"\n#line 1 "kernel.cu"\n{text}\n#line 1 "entry"\n' + ENTRY % (
