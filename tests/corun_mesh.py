@@ -1,11 +1,11 @@
-"""A run over four virtual devices, in a process of its own (`test_corun_mesh.py`): tables are parted between them,
+"""A run over eight virtual devices, in a process of its own (`test_corun_mesh.py`): tables are parted between them,
 each prepares the ids of the tables that it owns and its rows of the dense features."""
 
 import functools
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from recom_jax import preprocess as pp
 from recom_jax.corun import calls, kernels, pipeline
 from tests import corun_emulation
 
-DEVICES, FEATURES, ROWS, DIM, BATCH = 4, 8, 50, 4, 32
+DEVICES, FEATURES, ROWS, DIM, BATCH = 8, 16, 50, 4, 32
 NAMES = [f"C{k}" for k in range(FEATURES)]
 SPECS = {"dense": P("x"), "ids": P(None, "x"), "label": P("x")}
 SEEDS = iter(range(1 << 30))
