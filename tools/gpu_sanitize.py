@@ -136,9 +136,10 @@ def many_segments() -> float:
     """So many that tiles search them: in order, with two that are not, at random, and nearly all of them one bag's."""
     rng = np.random.default_rng(3)
     n, total = 600, 40_000
-    tables = [rng.normal(size=(300, dim)).astype(np.float32) for dim in (8, 36, 5)]
+    # Whole numbers: their sums are exact, in any order.
+    tables = [rng.integers(-9, 10, (300, dim)).astype(np.float32) for dim in (8, 36, 5)]
     ids = rng.integers(0, 300, total).astype(np.int32)
-    weights = rng.normal(size=total).astype(np.float32)
+    weights = rng.integers(-9, 10, total).astype(np.float32)
     ascending = np.sort(rng.integers(-3, n + 3, total)).astype(np.int32)
     swapped, alone = ascending.copy(), ascending.copy()
     swapped[[50, 15_000]] = swapped[[15_000, 50]]

@@ -6,10 +6,12 @@ What goes wrong while batch k is read or prepared is raised where batch k is ask
 
 from __future__ import annotations
 
+import atexit
 import collections
 import queue
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,14 @@ from recom_jax.preprocess.ingest import snapshot
 
 END = object()
 OWN = "recom-corun"  # how the names of threads of ours begin
+_OPEN: weakref.WeakSet[Ring] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends runs that are open when the process ends: later there are no modules left to do it with."""
+    for ring in list(_OPEN):
+        ring.__exit__()
 
 
 class Places:
@@ -77,14 +87,13 @@ class Ring:
         self._copy, self._closed = copy, closed
         self._free = Places(slots)
         self._settings = compat.thread_settings()
-        self._ident = threading.get_ident  # modules may be gone when a run is dropped at exit
         self._items: collections.deque[Any] = collections.deque()
         self._filled: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each item
         self._stop = threading.Event()
         self._lock = threading.Lock()  # held while a batch is submitted
         self._reading = self._left_behind = self.entered = False
         self._refused: tuple[int, Any] | None = None
-        self._finished = False
+        self._finished = self._left = False
         self._thread = threading.Thread(target=self._read, name=f"{OWN}-reader", daemon=True)
 
     def _read(self) -> None:
@@ -149,6 +158,7 @@ class Ring:
 
     def __enter__(self) -> Ring:
         self.entered = True
+        _OPEN.add(self)
         try:
             self._thread.start()
         except BaseException:
@@ -157,9 +167,13 @@ class Ring:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._left:  # at the process's end, and the run was dropped since
+            return
+        self._left = True
+        _OPEN.discard(self)
         self._stop.set()
         self._free.close()  # a reader that waits for a slot wakes up
-        here = self._ident()
+        here = threading.get_ident()
         if here == self._thread.ident or here in self._device.threads:
             threading.Thread(target=self._finish, name=f"{OWN}-end", daemon=True).start()
         else:
