@@ -179,8 +179,12 @@ class Dlrm:
 
     def logits(self, params: Mapping[str, Any], batch: Mapping[str, Any]) -> jax.Array:
         """[B]."""
-        bottom = apply_mlp(params["bottom"], jnp.asarray(batch["dense"]))
-        vectors = jnp.stack([bottom, *self.embeddings(params, batch)], axis=1)  # [B, 27, dim]
+        return self.head(params, self.embeddings(params, batch), batch["dense"])
+
+    def head(self, params: Mapping[str, Any], embeddings: Sequence[Any], dense: Any) -> jax.Array:
+        """[B]: the logits, of embeddings that are there."""
+        bottom = apply_mlp(params["bottom"], jnp.asarray(dense))
+        vectors = jnp.stack([bottom, *embeddings], axis=1)  # [B, 27, dim]
         dots = jnp.einsum("bid,bjd->bij", vectors, vectors)
         row, column = np.tril_indices(vectors.shape[1], k=-1)
         joined = jnp.concatenate([bottom, dots[:, row, column]], axis=1)
