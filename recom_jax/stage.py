@@ -176,9 +176,8 @@ def deliver(token: Any, nbytes: int, done: Any, results: Sequence[Any]) -> Any:
     Returns:
       `done` in its place: ready once the call has ended.
     """
-    kind = jax.ShapeDtypeStruct(
-        (), np.uint8
-    )  # no effect: JAX starts calls with effects from Python
+    kind = jax.ShapeDtypeStruct((), np.uint8)
+    # Not marked as having a side effect: JAX starts such calls from Python.
     return jax.ffi.ffi_call(ffi.DELIVER, kind)(token, done, *results, nbytes=np.int64(nbytes))
 
 

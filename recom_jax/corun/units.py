@@ -99,14 +99,11 @@ def ragged_mb(kernels: PrepKernels, pieces: Pieces) -> float:
 def _ragged_bytes(units: Sequence[Unit]) -> float:
     """Bytes of the sectors that these units write in part, were every row theirs."""
     found = 0.0
-    for rows, pitch in {
-        (u.rows, u.pitch) for u in units
-    }:  # of one result, or of such as are laid out alike
+    # Those of one result, or of such as are laid out alike.
+    for rows, pitch in {(u.rows, u.pitch) for u in units}:
         cells = [(u.cells, u.itemsize) for u in units if (u.rows, u.pitch) == (rows, pitch)]
         at = np.concatenate([np.add.outer(c, np.arange(n)).ravel() for c, n in cells])
-        period = (
-            SECTOR // math.gcd(SECTOR, pitch) if pitch else 1
-        )  # rows, after which sectors begin alike
+        period = SECTOR // math.gcd(SECTOR, pitch) if pitch else 1  # rows: then sectors begin alike
         every = np.add.outer(pitch * np.arange(period), at).ravel() // SECTOR
         _, written = np.unique(every, return_counts=True)
         found += SECTOR * float((written < SECTOR).sum()) * rows / period
