@@ -119,7 +119,7 @@ def command_of(job: Mapping[str, Any]) -> list[str]:
 def _environment(beside: Beside) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
     env.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
-    env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(beside.share)
+    env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(beside.share))
     if beside.compiled is None:
         return env | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     return env | {
