@@ -18,7 +18,7 @@ from recom_jax.emit_twins import Columns
 from recom_jax.errors import EncodeError
 from recom_jax.program import DIM, IMM, ClassDef, ColumnDef, Program
 from recom_jax.shape_solver.dims import DimLike, evaluate, substitute, symbols
-from recom_jax.shape_solver.recover import Unrecoverable, recover
+from recom_jax.shape_solver.recover import recover, unrecoverable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,17 +298,17 @@ def _recover(
 ) -> tuple[Any, dict[DimLike, int]]:
     """How each needed size (whose values are the variables that need it) comes from shapes, and its place."""
     replaced = {d: pin(d) for d in needed}
-    while True:
-        try:
-            recovery = recover(list(dict.fromkeys(replaced.values())), sources)
-            return recovery, {d: recovery.index_of(r) for d, r in replaced.items()}
-        except Unrecoverable as why:
+    lost = unrecoverable(dict.fromkeys(replaced.values()), sources)
+    for d, r in replaced.items():
+        if r in lost:
             # No shape of the call gives this size: the program is for this size only, if there is only one.
-            size = unifier.known(why.dim)
+            size = unifier.known(r)
             if not isinstance(size, int):
-                var = next(needed[d] for d, r in replaced.items() if r == why.dim)
-                raise PartError(var, f"the size {size} is in no shape of its call") from why
-            replaced = {d: size if r == why.dim else r for d, r in replaced.items()}
+                why = f"the size {size} is in no shape of its call"
+                raise PartError(needed[d], why) from lost[r]
+            replaced[d] = size
+    recovery = recover(list(dict.fromkeys(replaced.values())), sources)
+    return recovery, {d: recovery.index_of(r) for d, r in replaced.items()}
 
 
 def check_sizes(

@@ -38,6 +38,9 @@ class Search:
 
 _SEEN: dict[int, tuple[Any, Search | None]] = {}
 _METHODS = ("scan", "compare_all", "sort", "scan_unrolled")
+_SIDES = {"searchsorted": ("left", "right"), "digitize": ("right", "left")}
+# What was found last, tried first: each try of a new size is a trace of JAX's, and a model's calls are alike.
+_LAST: dict[str, tuple[str, str]] = {}
 
 
 def recognise(eqn: Any) -> Search | None:
@@ -59,14 +62,15 @@ def _match(name: str, closed: Any) -> Search | None:
         return None
     sizes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals)
     text = str(closed)
-    sides = ("left", "right") if name == "searchsorted" else ("right", "left")
-    for method in _METHODS:
-        for side in sides:
-            if _body(name, side, method, sizes) == text:
-                boundaries = 0 if name == "searchsorted" else 1
-                return Search(
-                    name, side, method.replace("scan_unrolled", "scan"), boundaries, 1 - boundaries
-                )
+    ways = [(method, side) for method in _METHODS for side in _SIDES[name]]
+    ways.sort(key=lambda way: way != _LAST.get(name))
+    for method, side in ways:
+        if _body(name, side, method, sizes) == text:
+            _LAST[name] = method, side
+            boundaries = 0 if name == "searchsorted" else 1
+            return Search(
+                name, side, method.replace("scan_unrolled", "scan"), boundaries, 1 - boundaries
+            )
     return None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import check, ids, table
 
-from recom_jax import Options, optimize
+from recom_jax import Options, optimize, templates
 
 ROWS, DIM = 11, 5
 
@@ -668,6 +668,24 @@ def test_subnormal_boundaries_stay_in_xla(boundaries: list[float]) -> None:
         model, table(4, 2), x, columns=4, calls=None, leaves_while=True, leaves_gather=True
     )
     assert all("search" not in c.ids for c in report.columns)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_searches_of_new_sizes_are_traced_once(side: str) -> None:
+    """The way that was found last is tried first."""
+
+    def model(params, *ids):
+        bags = [jnp.searchsorted(params["splits"], i, side=side) for i in ids]
+        return [params["table"][b] for b in bags]
+
+    params = {"splits": jnp.arange(0.0, 40.0, 4.0), "table": jnp.arange(44.0).reshape(11, 4)}
+    first = {"left": 31, "right": 51}[side]
+    ids = [jnp.arange(float(n)) for n in range(first, first + 10)]
+    optimize(model)(params, *ids[:1])
+    before = templates._body.cache_info().misses
+    got = optimize(model)(params, *ids)
+    assert templates._body.cache_info().misses - before == len(ids) - 1
+    jax.tree.map(np.testing.assert_array_equal, got, model(params, *ids))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ on exact integers (64 bits in emitted code, never 32: RECom fault 7).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -91,6 +91,18 @@ def recover(needed: Sequence[Dim], sources: Sequence[Source]) -> Recovery:
     builder = _Builder(sources)
     where = {dim: builder.emit(dim, dim) for dim in needed}
     return Recovery(builder.ops, where)
+
+
+def unrecoverable(needed: Iterable[Dim], sources: Sequence[Source]) -> dict[Dim, Unrecoverable]:
+    """Those of ``needed`` for which :func:`recover` would raise, and what it would raise."""
+    builder = _Builder(sources)
+    found: dict[Dim, Unrecoverable] = {}
+    for dim in needed:
+        try:
+            builder.emit(dim, dim)
+        except Unrecoverable as why:
+            found[dim] = why
+    return found
 
 
 class _Builder:
