@@ -180,6 +180,32 @@ def test_compare_says_where_machines_differ(
     assert "the files differ in machine: cores" in capsys.readouterr().out
 
 
+def test_machines_of_one_kind_have_one_key() -> None:
+    """What the system keeps back of the memory, and how it is called, differs from loan to loan."""
+    here, versions = machine.machine() | {"memory_gib": 125.8, "os": "x"}, machine.versions()
+    key = machine.key(here, versions)
+    assert key == machine.key(here | {"memory_gib": 125.9, "os": "y"}, versions)
+    assert key == machine.key(here, versions | {"compiler": "another build"})
+    assert machine.whole_gib(here) == 126
+    others: tuple[dict[str, Any], ...] = (
+        {"memory_gib": 251.8}, {"memory_gib": None}, {"cpu": "z"}, {"cores": 99}, {"gpu": "z"},
+    )  # fmt: skip
+    assert len({key, *(machine.key(here | o, versions) for o in others)}) == len(others) + 1
+    for name in ("python", "jax", "jaxlib", "numpy", "recom_jax", "isa"):
+        assert key != machine.key(here, versions | {name: "0"})
+
+
+def test_report_has_one_section_for_machines_of_one_kind(tmp_path: pathlib.Path) -> None:
+    for k, gib in enumerate((125.8, 125.9, 251.8)):
+        where = machine.machine() | {"memory_gib": gib, "os": f"system {k}"}
+        result_file(tmp_path / f"{k}.json", case=("micro", "scaling", "micro")[k], machine=where)
+    text = report.render(report.load(tmp_path))
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert ["126 GiB" in t for t in titles] == [True, False] and "252 GiB" in titles[1]
+    assert "125.9 or 125.8 GiB" in text or "125.8 or 125.9 GiB" in text
+    assert "system 0 or system 1." in text
+
+
 def test_compare_refuses_what_is_no_result(tmp_path: pathlib.Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("{}")
