@@ -99,6 +99,7 @@ ALL = (
         gpu=True,
         pieces=idioms.pieces,
         finish=idioms.finish,
+        combine=idioms.combine,
     ),
     Case(
         "gpu_first_result",
