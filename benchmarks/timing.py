@@ -61,6 +61,10 @@ class Samples:
         """One median per round, for paired comparisons."""
         return [statistics.median(r) for r in self.rounds]
 
+    def then(self, later: "Samples") -> "Samples":
+        """These rounds and those of a later measurement."""
+        return Samples(self.rounds + later.rounds)
+
     def divided(self, by: int) -> "Samples":
         """Of calls that do something several times: the times of one."""
         return Samples(tuple(tuple(ms / by for ms in r) for r in self.rounds))
