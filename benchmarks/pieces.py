@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import machine, record
-from benchmarks.context import Context, Settings
+from benchmarks.context import Context, Settings, settings_from
 from benchmarks.record import Result
-from benchmarks.timing import Plan
 from benchmarks.turns import Turns
 
 Piece = Callable[[Context], Result]
@@ -61,6 +60,11 @@ def read(path: pathlib.Path, settings: Settings) -> Result | None:
         return None
     if data["settings"] != json.loads(json.dumps(dataclasses.asdict(settings))):
         return None
+    return result_of(data)
+
+
+def result_of(data: Mapping[str, Any]) -> Result:
+    """A kept piece's result, and the commit that it was measured at."""
     facts = data["facts"] | {"measured at": record.commit_of(data)}
     return Result(tuple(record.rows_of(data)), tuple(record.targets_of(data)), facts)
 
@@ -218,10 +222,7 @@ def child(job: Mapping[str, Any]) -> None:
     """Measures one piece in this process and keeps its result."""
     from benchmarks.cases import CASES
 
-    given = dict(job["settings"])
-    settings = Settings(
-        **given | {"plan": Plan(**given["plan"]), "batches": tuple(given["batches"])}
-    )
+    settings = settings_from(job["settings"])
     path = pathlib.Path(job["path"])
     context = Context(
         settings,

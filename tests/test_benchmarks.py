@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import compare, driver, machine, pieces, record, report, steady
+from benchmarks import compare, driver, machine, pieces, record, rejoin, report, steady
 from benchmarks.cases import ALL, columns_e, gpu_profile, gpu_serve
 from benchmarks.context import Context, Settings
 from benchmarks.record import Result, Row, Target
@@ -322,6 +322,34 @@ def test_a_case_in_pieces_goes_on(tmp_path: pathlib.Path) -> None:
     with pytest.raises(RuntimeError, match="no piece 'batch 9', but batch 8, batch 16"):
         driver.run_case("gpu_model_f", settings, tmp_path, beside=pieces.Beside(only=("batch 9",)))
     assert pieces.read(kept[8], dataclasses.replace(settings, batch=99)) is None
+
+
+def test_kept_pieces_are_joined_again(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pieces of machines of one kind make one result, others one of their own; values are what they were."""
+    assert rejoin.main(["gpu_model_f", "--out", str(tmp_path)]) == 2
+    settings = dataclasses.replace(QUICK, batches=(8, 16))
+    here = machine.machine() | {"memory_gib": 125.8}
+    for k, (piece, gib) in enumerate((("batch 8", 125.8), ("batch 16", 125.9), ("batch 8", 9.0))):
+        row = Row(piece, "ours", "numpy arrays", "ms", 1.0 + k, 0.5, 4.0, 50)
+        where = here | {"memory_gib": gib}
+        key = machine.key(where, machine.versions())
+        path = tmp_path / "kept" / f"gpu_model_f.{'-'.join(piece.split())}.{key}.json"
+        facts = {"ratios": {piece.split()[1]: 20.0 + k}}
+        made = record.to_json(Result((row,), (), facts))
+        result_file(path, machine=where, piece=piece, settings=dataclasses.asdict(settings),
+                    case="gpu_model_f", date=f"2026-01-0{k + 1}", **made)  # fmt: skip
+    capsys.readouterr()
+    assert rejoin.main(["gpu_model_f", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("missing batch 16") == 1
+    whole = record.read(tmp_path / f"gpu_model_f.{machine.key(here, machine.versions())}.json")
+    assert [(r["group"], r["median"]) for r in whole["rows"]] == [
+        ("batch 8", 1.0),
+        ("batch 16", 2.0),
+    ]
+    assert (whole["date"], whole["minutes"]) == ("2026-01-02", 3.0)
+    assert "missing" not in whole["facts"] and len(whole["targets"]) == 1
 
 
 def test_pieces_run_in_the_order_that_is_asked_for(
