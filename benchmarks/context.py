@@ -5,7 +5,8 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -36,6 +37,11 @@ class Settings:
     def tiny(cls) -> "Settings":
         """Every line of a case, in seconds. The numbers mean nothing."""
         return cls(True, 0.02, 2**12, 16, (8,), Plan(rounds=3, burst=2, least_rounds=2), 1)
+
+
+def settings_from(given: Mapping[str, Any]) -> Settings:
+    """Settings as they are in JSON."""
+    return Settings(**{**given, "plan": Plan(**given["plan"]), "batches": tuple(given["batches"])})
 
 
 class Progressing:

@@ -125,7 +125,8 @@ def run_case(name: str, settings: Settings, out: pathlib.Path, progress: Progres
     began, load = time.monotonic(), machine.load()
     date, commit = machine.now(), machine.commit()
     if case.pieces is not None:
-        result = pieces.run(name, case.pieces(settings), case.finish, context, beside or Beside())
+        every = case.pieces(settings)
+        result = pieces.run(name, every, case.finish, context, beside or Beside(), case.combine)
     else:
         assert case.run is not None
         result = case.run(context)

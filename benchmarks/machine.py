@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import importlib.metadata
+import math
 import os
 import pathlib
 import platform
@@ -104,13 +105,30 @@ def load() -> list[float]:
         return []
 
 
+def whole_gib(machine: dict[str, Any]) -> int | None:
+    """The memory that was built in: whole GiB, of which the system keeps some back, not always as much."""
+    memory = machine["memory_gib"]
+    return None if memory is None else math.ceil(memory)
+
+
+def identity(machine: dict[str, Any], versions: dict[str, Any]) -> dict[str, Any]:
+    """What numbers depend on: results that agree in it are of one kind of machine, and belong together.
+
+    How the operating system and the compiler are called isn't part of it, nor what the former keeps back of the
+    memory: machines that are lent by the minute differ in them from one loan to the next. Each result holds them.
+    """
+    exact = {k: machine.get(k) for k in ("backend", "cpu", "cores", "gpu")}
+    names = ("python", "jax", "jaxlib", "numpy", "recom_jax", "isa")
+    return exact | {"gib": whole_gib(machine)} | {k: versions.get(k) for k in names}
+
+
 def key(machine: dict[str, Any], versions: dict[str, Any]) -> str:
-    """A short name for a machine with versions, used in file names: equal exactly if all of them are."""
+    """A short name for a machine with versions, used in file names: equal exactly if their identities are."""
     parts = [machine.get("gpu", machine["cpu"]), f"{machine['cores']}c", f"jax{versions['jax']}"]
     if "recom_jax" in versions:
         parts.append(f"recom{versions['recom_jax']}")
     readable = re.sub(r"[^a-z0-9.]+", "-", "-".join(parts).lower()).strip("-")
-    exact = repr([sorted(machine.items()), sorted(versions.items())])
+    exact = repr(sorted(identity(machine, versions).items()))
     return f"{readable}-{hashlib.sha256(exact.encode()).hexdigest()[:6]}"
 
 

@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import machine, record
-from benchmarks.context import Context, Settings
+from benchmarks.context import Context, Settings, settings_from
 from benchmarks.record import Result
-from benchmarks.timing import Plan
 from benchmarks.turns import Turns
 
 Piece = Callable[[Context], Result]
 Pieces = Callable[[Settings], Mapping[str, Piece]]
 Join = Callable[[Settings, Mapping[str, Result]], Result]
+# Makes one part of several pieces that measured the same thing in processes of their own.
+Combine = Callable[[Mapping[str, Result]], Mapping[str, Result]]
 WAITING = 0.6  # of the time that is left: a timed part that waits longer for compilers would be ended, not timed
 
 
@@ -59,7 +60,12 @@ def read(path: pathlib.Path, settings: Settings) -> Result | None:
         return None
     if data["settings"] != json.loads(json.dumps(dataclasses.asdict(settings))):
         return None
-    facts = data["facts"] | {"measured at": (data["git"]["commit"] or "unknown")[:10]}
+    return result_of(data)
+
+
+def result_of(data: Mapping[str, Any]) -> Result:
+    """A kept piece's result, and the commit that it was measured at."""
+    facts = data["facts"] | {"measured at": record.commit_of(data)}
     return Result(tuple(record.rows_of(data)), tuple(record.targets_of(data)), facts)
 
 
@@ -81,8 +87,34 @@ def join(parts: Mapping[str, Result], missing: Sequence[str]) -> Result:
     )
 
 
+def joined(
+    pieces: Mapping[str, Piece],
+    found: Mapping[str, Result],
+    settings: Settings,
+    finish: Join | None = None,
+    combine: Combine | None = None,
+) -> Result:
+    """What the pieces that were found say together, and the names of the others."""
+    missing = [n for n in pieces if n not in found]
+    parts = {n: found[n] for n in pieces if n in found}
+    if combine is not None:
+        parts = dict(combine(parts))
+    whole = join(parts, missing)
+    if finish is None:
+        return whole
+    more = finish(settings, parts)
+    return Result(
+        whole.rows + more.rows, whole.targets + more.targets, {**whole.facts, **more.facts}
+    )
+
+
 def run(
-    case: str, pieces: Mapping[str, Piece], finish: Join | None, context: Context, beside: Beside
+    case: str,
+    pieces: Mapping[str, Piece],
+    finish: Join | None,
+    context: Context,
+    beside: Beside,
+    combine: Combine | None = None,
 ) -> Result:
     """Measures what is missing, and joins what is there.
 
@@ -96,19 +128,13 @@ def run(
     asked = dict.fromkeys(beside.only or pieces)
     todo = [n for n in asked if read(paths[n], context.settings) is None]
     failed = _spawn(case, todo, paths, context, beside)
-    found = {n: read(p, context.settings) for n, p in paths.items()}
-    parts = {n: part for n, part in found.items() if part is not None}
+    read_again = {n: read(p, context.settings) for n, p in paths.items()}
+    found = {n: part for n, part in read_again.items() if part is not None}
     for name, why in failed.items():
         context.progress.console.print(f"  {case}, {name}: {why}", highlight=False, soft_wrap=True)
-    if not parts:
+    if not found:
         raise RuntimeError(f"{case}: no piece was measured: {failed}")
-    joined = join(parts, [n for n in pieces if n not in parts])
-    if finish is None:
-        return joined
-    more = finish(context.settings, parts)
-    return Result(
-        joined.rows + more.rows, joined.targets + more.targets, {**joined.facts, **more.facts}
-    )
+    return joined(pieces, found, context.settings, finish, combine)
 
 
 def command_of(job: Mapping[str, Any]) -> list[str]:
@@ -196,10 +222,7 @@ def child(job: Mapping[str, Any]) -> None:
     """Measures one piece in this process and keeps its result."""
     from benchmarks.cases import CASES
 
-    given = dict(job["settings"])
-    settings = Settings(
-        **given | {"plan": Plan(**given["plan"]), "batches": tuple(given["batches"])}
-    )
+    settings = settings_from(job["settings"])
     path = pathlib.Path(job["path"])
     context = Context(
         settings,

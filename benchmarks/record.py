@@ -119,3 +119,9 @@ def rows_of(data: Mapping[str, Any]) -> list[Row]:
 def targets_of(data: Mapping[str, Any]) -> list[Target]:
     """The targets of a result file."""
     return [Target(**{k: v for k, v in t.items() if k != "passed"}) for t in data["targets"]]
+
+
+def commit_of(data: Mapping[str, Any]) -> str:
+    """What was measured: the commit, shortened, and whether sources differed from it."""
+    git = data["git"]
+    return (git["commit"] or "unknown")[:10] + (" with changes" if git["modified"] else "")

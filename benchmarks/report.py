@@ -4,10 +4,10 @@ import argparse
 import itertools
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import plots, record
+from benchmarks import machine, plots, record
 from benchmarks.driver import RESULTS
 from benchmarks.machine import ROOT
 from benchmarks.plots import Chart
@@ -134,8 +134,7 @@ def group_table(rows: Sequence[Row]) -> list[str]:
 
 def case_section(data: Data, isa: str | None, charts: Sequence[Chart]) -> list[str]:
     """All tables of a case, and what it was run with; `isa` is that of the machine's first case."""
-    versions, git = data["versions"], data["git"]
-    commit = (git["commit"] or "unknown")[:10] + (" with changes" if git["modified"] else "")
+    versions, commit = data["versions"], record.commit_of(data)
     lines = [f"### {data['title']}", "", f"`python -m benchmarks {data['case']}`, {data['date'][:10]}, "
              f"recom_jax {versions['recom_jax']} at {commit}, load before {data['load_before']}, "
              f"{data['minutes']:g} minutes."]  # fmt: skip
@@ -194,14 +193,21 @@ def corun_table(cases: Sequence[Data]) -> list[str]:
     return [*table(head, lines), ""]
 
 
+def each(values: Iterable[Any]) -> str:
+    """All different values, in their order: what machines of one kind differ in."""
+    return " or ".join(dict.fromkeys(str(x) for x in values))
+
+
 def machine_section(cases: Sequence[Data], charts: Mapping[Any, Sequence[Chart]]) -> list[str]:
-    """Everything measured on one machine with one JAX."""
+    """Everything measured on one kind of machine with one JAX."""
     m, v = cases[0]["machine"], cases[0]["versions"]
-    facts = f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, {m['os']}. Python {v['python']}, JAX "
+    memory, system = (each(d["machine"][k] for d in cases) for k in ("memory_gib", "os"))
+    compiler = each(d["versions"]["compiler"] or "an unknown compiler" for d in cases)
+    facts = f"{m['cpu']}, {m['cores']} cores, {memory} GiB, {system}. Python {v['python']}, JAX "
     facts += f"{v['jax']} (jaxlib {v['jaxlib']}), numpy {v['numpy']}; the extension built by "
-    facts += f"{v['compiler'] or 'an unknown compiler'}, running {v['isa'] or 'unknown'} code."
+    facts += f"{compiler}, running {v['isa'] or 'unknown'} code."
     title = f"{m['gpu']}, " if "gpu" in m else ""
-    title += f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, JAX {v['jax']}"
+    title += f"{m['cpu']}, {m['cores']} cores, {machine.whole_gib(m)} GiB, JAX {v['jax']}"
     lines = [f"## {title}", "", facts, "", *reach(cases), "", *corun_table(cases)]
     for data in cases:
         lines += case_section(data, v["isa"], charts.get(plots.key_of(data), ()))
@@ -209,16 +215,16 @@ def machine_section(cases: Sequence[Data], charts: Mapping[Any, Sequence[Chart]]
 
 
 def load(folder: pathlib.Path) -> list[list[dict[str, Any]]]:
-    """The newest result of each case, grouped by machine and JAX, in the order of the cases."""
+    """The newest result of each case, grouped by kind of machine and JAX, in the order of the cases."""
     from benchmarks.cases import CASES
 
     order = list(CASES)
     found = [record.read(p) for p in sorted(folder.glob("*.json"))]
 
     def place(data: Data) -> tuple[str, ...]:
-        m, v = data["machine"], data["versions"]
+        same = machine.identity(data["machine"], data["versions"])
         return tuple(
-            map(str, (m["backend"], m["cpu"], m["cores"], m["memory_gib"], v["jax"], v["python"]))
+            str(same[k]) for k in ("backend", "cpu", "cores", "gib", "gpu", "jax", "python")
         )
 
     groups = []

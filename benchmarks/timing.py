@@ -61,6 +61,14 @@ class Samples:
         """One median per round, for paired comparisons."""
         return [statistics.median(r) for r in self.rounds]
 
+    def then(self, later: "Samples") -> "Samples":
+        """These rounds and those of a later measurement."""
+        return Samples(self.rounds + later.rounds)
+
+    def divided(self, by: int) -> "Samples":
+        """Of calls that do something several times: the times of one."""
+        return Samples(tuple(tuple(ms / by for ms in r) for r in self.rounds))
+
 
 def paired_difference(a: Samples, b: Samples) -> float:
     """The median over rounds of a - b, milliseconds: what slows a whole round down cancels."""
@@ -105,17 +113,18 @@ def interleave(
     plan: Plan,
     track: Callable[[Iterable[int]], Iterable[int]] = lambda rounds: rounds,
     block: Block | None = None,
+    seed: int = 0,
 ) -> Mapping[str, Samples]:
     """Times the contestants, which are compiled already, round robin.
 
     In each round each contestant, in an order that differs from round to round, makes one call that isn't
     timed (the one before it has filled the caches) and `burst` calls that are; or a block, in place of both.
-    Python's garbage collector runs between rounds alone.
+    Python's garbage collector runs between rounds alone. `seed`: of the order.
     """
     untimed = 1 if block is None else 0
     calls = untimed + (plan.burst if block is None else block.calls)
     longest = math.inf if block is None else block.ms
-    order = random.Random(0)
+    order = random.Random(seed)
     times: dict[str, list[tuple[float, ...]]] = {c.key: [] for c in contestants}
     if len(times) != len(contestants):
         raise ValueError(f"two contestants have the same key: {[c.key for c in contestants]}")

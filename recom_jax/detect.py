@@ -23,7 +23,6 @@ from recom_jax.detect_values import (
     Shape,
     Val,
     dtype_name,
-    leaves,
     python_scalar,
     row_major,
 )
@@ -176,7 +175,9 @@ class Detector:
         """The variables a value reads."""
         found = self._leaves.get(id(value))
         if found is None:
-            found = self._leaves[id(value)] = value, leaves(value)
+            exprs = [p.expr for p in value.parts] if value.expr is None else [value.expr]
+            read = {id(v): v for e in exprs for v in self.pool.leaves(e)}
+            found = self._leaves[id(value)] = value, list(read.values())
         return found[1]
 
     def made_by(self) -> dict[int, tuple[Any, int]]:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from recom_jax import compat, ir
-from recom_jax.detect_values import Detected, Output, Val, leaves
+from recom_jax.detect_values import Detected, Output, Val
 from recom_jax.trace import TABLE_READS
 
 if TYPE_CHECKING:
@@ -167,4 +167,4 @@ def rows_level(d: Detector, value: Val, ready: dict[int, int], level: int) -> in
     if any(isinstance(e, (ir.Reduce, ir.SegReduce)) for e in nodes):
         return level
     takes = [e for e in nodes if isinstance(e, ir.Take)]
-    return max((ready.get(id(v), 0) for e in takes for v in leaves(Val((), e))), default=level)
+    return max((ready.get(id(v), 0) for e in takes for v in d.pool.leaves(e)), default=level)

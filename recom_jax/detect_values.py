@@ -10,6 +10,7 @@ import ml_dtypes  # noqa: F401 - numpy knows float8 by it
 import numpy as np
 
 from recom_jax import compat, ir
+from recom_jax.immutable import node
 from recom_jax.shape_solver.dims import DimLike
 from recom_jax.shape_solver.unify import Unifier
 from recom_jax.symbolic import Sizes
@@ -43,7 +44,7 @@ class Refuse(Exception):
     """A rule's answer for a construct it does not understand: the value is left to XLA, for this reason."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@node()
 class Part:
     """One piece of an assembly: `expr` over `shape`, written at offset + sum(index * stride)."""
 
@@ -53,7 +54,7 @@ class Part:
     strides: ir.Strides
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@node()
 class Val:
     """What a variable is: one expression, or parts that together fill a row-major buffer of `shape`."""
 
@@ -135,21 +136,6 @@ class Detected:
             f"not fused: {r.reason} ({compat.source_line(r.eqn)})" for r in self.reads if r.reason
         ]
         return "\n".join(lines)
-
-
-def leaves(value: Val) -> list[Any]:
-    """The variables a value reads."""
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    for expr in [value.expr] if value.expr is not None else [p.expr for p in value.parts]:
-        for e in ir.walk(expr, seen):
-            if isinstance(e, ir.Load):
-                found[id(e.var)] = e.var
-            elif isinstance(e, ir.Take):
-                found[id(e.table)] = e.table
-            elif isinstance(e, ir.Search) and e.var is not None:
-                found[id(e.var)] = e.var
-    return list(found.values())
 
 
 _NAMES: dict[Any, str] = {}

@@ -60,6 +60,7 @@ class Pool:
         # (id of an expression, rank) -> the axes along which rows lie (see `schedule`).
         self.features: dict[tuple[int, int], frozenset[int]] = {}
         self._takes: dict[int, list[Take]] = {}
+        self._leaves: dict[int, list[Any]] = {}
 
     def takes(self, e: Expr) -> list[Take]:
         """The lookups in an expression of this pool, inner ones first."""
@@ -71,6 +72,18 @@ class Pool:
             else:
                 found = [twin[1].expr(x) for x in self.takes(twin[0])]
             self._takes[id(e)] = found
+        return found
+
+    def leaves(self, e: Expr) -> list[Any]:
+        """The variables that an expression of this pool reads."""
+        found = self._leaves.get(id(e))
+        if found is None:
+            twin = self.twins.get(id(e))
+            if twin is None or twin[0] is e:
+                found = _leaves(e)
+            else:
+                found = [twin[1].variables[id(v)] for v in self.leaves(twin[0])]
+            self._leaves[id(e)] = found
         return found
 
     def note(self, e: Expr, names: tuple[str, ...]) -> None:
@@ -153,7 +166,7 @@ class Pool:
 
     def retake(self, e: Take, **changes: Any) -> Take:
         """A lookup changed in some fields; it still stands for the same reads."""
-        fields: dict[str, Any] = {k: getattr(e, k) for k in Take.__slots__ if k != "table"}
+        fields: dict[str, Any] = {k: getattr(e, k) for k in vars(Take)["__slots__"] if k != "table"}
         new = self.take(e.table, e.dtype, **{**fields, **changes})
         if new is not e:
             self.same_reads(new, e)
@@ -289,6 +302,18 @@ def _walk(e: Expr, seen: set[int], found: list[Expr]) -> None:
         if id(c) not in seen:
             _walk(c, seen, found)
     found.append(e)
+
+
+def _leaves(e: Expr) -> list[Any]:
+    found: dict[int, Any] = {}
+    for x in walk(e):
+        if isinstance(x, Load):
+            found[id(x.var)] = x.var
+        elif isinstance(x, Take):
+            found[id(x.table)] = x.table
+        elif isinstance(x, Search) and x.var is not None:
+            found[id(x.var)] = x.var
+    return list(found.values())
 
 
 def depends(e: Expr, memo: dict[int, frozenset[int]]) -> frozenset[int]:

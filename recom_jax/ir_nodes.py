@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from recom_jax.immutable import node
 from recom_jax.shape_solver.dims import DimLike
 
 Strides = tuple[DimLike, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@node(eq=False)
 class Expr:
     """Base: ``dtype`` is a numpy dtype name. Equality is identity (interned).
 
@@ -34,7 +34,7 @@ class Expr:
         return ()
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@node(eq=False)
 class Load(Expr):
     """An element of an operand: `var` is a jaxpr variable."""
 
@@ -46,7 +46,7 @@ class Load(Expr):
         return f"{name_of(self.var)}{_view(self.offset, self.strides)}"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@node(eq=False)
 class Affine(Expr):
     """An integer affine in the index: iota and arange."""
 
@@ -57,7 +57,7 @@ class Affine(Expr):
         return f"iota{_view(self.offset, self.strides)}"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@node(eq=False)
 class Const(Expr):
     """A scalar; `value` is a Python bool, int or float (NaN is kept as its bits by the encoder)."""
 
@@ -67,7 +67,7 @@ class Const(Expr):
         return f"{self.value!r}"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@node(eq=False)
 class Op(Expr):
     """An elementwise operation: `name` as in docs/program_format.md, or "select", "convert", "bitcast"."""
 
@@ -83,7 +83,7 @@ class Op(Expr):
         return f"{name}({', '.join(map(str, self.args))})"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@node(eq=False)
 class Search(Expr):
     """The index of `x` among boundaries: a constant array, an operand's view, or a proven uniform grid.
 
@@ -113,7 +113,7 @@ class Search(Expr):
         return f"search.{self.mode}.{self.side}({self.x}, {what}, n={self.count}{total})"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@node(eq=False)
 class Take(Expr):
     """A table lookup: element ``row * row_stride + sum(index * cols) + base`` of a table.
 
@@ -146,7 +146,7 @@ class Take(Expr):
         return f"{name_of(self.table)}[{self.idx}{shift}; {how}{hot}]{_view(self.base, self.cols)}"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@node(eq=False)
 class Reduce(Expr):
     """`kind` ("sum", "max", "min") of `arg` over its trailing axes of `sizes`, starting from `init`."""
 
@@ -163,7 +163,7 @@ class Reduce(Expr):
         return f"{self.kind}[{'*'.join(map(str, self.sizes))}]({self.arg})"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@node(eq=False)
 class SegReduce(Expr):
     """A jagged bag: `kind` over the positions p < total with ``seg(p) == sum(index * bag)``.
 

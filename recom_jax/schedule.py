@@ -16,6 +16,7 @@ from recom_jax import ir
 from recom_jax.detect_values import Detected, Output, Part, dtype_text, row_major
 from recom_jax.emit_twins import Columns
 from recom_jax.errors import EncodeError
+from recom_jax.immutable import node
 from recom_jax.program import DIM, IMM, ClassDef, ColumnDef, Program
 from recom_jax.shape_solver.dims import DimLike, evaluate, substitute, symbols
 from recom_jax.shape_solver.recover import recover, unrecoverable
@@ -44,7 +45,7 @@ class Scheduled:
 Column = tuple[int, list[tuple[str, Any]], Any]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@node()
 class Piece:
     """A part made ready: feature axis last, outer axes merged as far as every view allows."""
 

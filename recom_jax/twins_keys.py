@@ -35,7 +35,14 @@ def slices(jaxpr: Any) -> Iterator[Sequence[Any]]:
             for v in e.invars:
                 last[id(v)] = n
     last.update(dict.fromkeys(joined, _FAR))
-    ends = [max([last.get(id(v), n) for v in e.outvars], default=n) for n, e in enumerate(eqns)]
+    ends: list[int] = []
+    for n, e in enumerate(eqns):
+        read = n
+        for v in e.outvars:
+            at = last.get(id(v), n)
+            if at > read:
+                read = at
+        ends.append(read)
     start = 0
     while start < len(eqns):
         open_until, end = -1, start
@@ -44,7 +51,8 @@ def slices(jaxpr: Any) -> Iterator[Sequence[Any]]:
                 end = n
             if ends[n] >= start + LONGEST:
                 break
-            open_until = max(open_until, ends[n])
+            if ends[n] > open_until:
+                open_until = ends[n]
         yield eqns[start : end + 1]
         start = end + 1
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import compare, driver, machine, pieces, record, report, steady
+from benchmarks import compare, driver, machine, pieces, record, rejoin, report, steady
 from benchmarks.cases import ALL, columns_e, gpu_profile, gpu_serve
 from benchmarks.context import Context, Settings
 from benchmarks.record import Result, Row, Target
@@ -180,6 +180,32 @@ def test_compare_says_where_machines_differ(
     assert "the files differ in machine: cores" in capsys.readouterr().out
 
 
+def test_machines_of_one_kind_have_one_key() -> None:
+    """What the system keeps back of the memory, and how it is called, differs from loan to loan."""
+    here, versions = machine.machine() | {"memory_gib": 125.8, "os": "x"}, machine.versions()
+    key = machine.key(here, versions)
+    assert key == machine.key(here | {"memory_gib": 125.9, "os": "y"}, versions)
+    assert key == machine.key(here, versions | {"compiler": "another build"})
+    assert machine.whole_gib(here) == 126
+    others: tuple[dict[str, Any], ...] = (
+        {"memory_gib": 251.8}, {"memory_gib": None}, {"cpu": "z"}, {"cores": 99}, {"gpu": "z"},
+    )  # fmt: skip
+    assert len({key, *(machine.key(here | o, versions) for o in others)}) == len(others) + 1
+    for name in ("python", "jax", "jaxlib", "numpy", "recom_jax", "isa"):
+        assert key != machine.key(here, versions | {name: "0"})
+
+
+def test_report_has_one_section_for_machines_of_one_kind(tmp_path: pathlib.Path) -> None:
+    for k, gib in enumerate((125.8, 125.9, 251.8)):
+        where = machine.machine() | {"memory_gib": gib, "os": f"system {k}"}
+        result_file(tmp_path / f"{k}.json", case=("micro", "scaling", "micro")[k], machine=where)
+    text = report.render(report.load(tmp_path))
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert ["126 GiB" in t for t in titles] == [True, False] and "252 GiB" in titles[1]
+    assert "125.9 or 125.8 GiB" in text or "125.8 or 125.9 GiB" in text
+    assert "system 0 or system 1." in text
+
+
 def test_compare_refuses_what_is_no_result(tmp_path: pathlib.Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("{}")
@@ -296,6 +322,34 @@ def test_a_case_in_pieces_goes_on(tmp_path: pathlib.Path) -> None:
     with pytest.raises(RuntimeError, match="no piece 'batch 9', but batch 8, batch 16"):
         driver.run_case("gpu_model_f", settings, tmp_path, beside=pieces.Beside(only=("batch 9",)))
     assert pieces.read(kept[8], dataclasses.replace(settings, batch=99)) is None
+
+
+def test_kept_pieces_are_joined_again(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pieces of machines of one kind make one result, others one of their own; values are what they were."""
+    assert rejoin.main(["gpu_model_f", "--out", str(tmp_path)]) == 2
+    settings = dataclasses.replace(QUICK, batches=(8, 16))
+    here = machine.machine() | {"memory_gib": 125.8}
+    for k, (piece, gib) in enumerate((("batch 8", 125.8), ("batch 16", 125.9), ("batch 8", 9.0))):
+        row = Row(piece, "ours", "numpy arrays", "ms", 1.0 + k, 0.5, 4.0, 50)
+        where = here | {"memory_gib": gib}
+        key = machine.key(where, machine.versions())
+        path = tmp_path / "kept" / f"gpu_model_f.{'-'.join(piece.split())}.{key}.json"
+        facts = {"ratios": {piece.split()[1]: 20.0 + k}}
+        made = record.to_json(Result((row,), (), facts))
+        result_file(path, machine=where, piece=piece, settings=dataclasses.asdict(settings),
+                    case="gpu_model_f", date=f"2026-01-0{k + 1}", **made)  # fmt: skip
+    capsys.readouterr()
+    assert rejoin.main(["gpu_model_f", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("missing batch 16") == 1
+    whole = record.read(tmp_path / f"gpu_model_f.{machine.key(here, machine.versions())}.json")
+    assert [(r["group"], r["median"]) for r in whole["rows"]] == [
+        ("batch 8", 1.0),
+        ("batch 16", 2.0),
+    ]
+    assert (whole["date"], whole["minutes"]) == ("2026-01-02", 3.0)
+    assert "missing" not in whole["facts"] and len(whole["targets"]) == 1
 
 
 def test_pieces_run_in_the_order_that_is_asked_for(

@@ -42,6 +42,9 @@ def forms(t: trace.Traced, options: recom_jax.Options, enabled: bool) -> dict[st
         report = explain.report_of(made, "model")
     finally:
         twins.ENABLED = was
+    for out in (*made.detected.outputs, *made.simplified.outputs):
+        parts = [out.val.expr] if out.val.expr is not None else [p.expr for p in out.val.parts]
+        assert all(reads(made.detected.pool, e) for e in parts)
     with ir.numbered():
         texts = {
             "detected": str(made.detected),
@@ -58,6 +61,15 @@ def forms(t: trace.Traced, options: recom_jax.Options, enabled: bool) -> dict[st
         "applied": sorted(made.simplified.applied.values()),
         "forced": sorted(made.forced.values()),
     }
+
+
+def reads(pool: ir.Pool, e: ir.Expr) -> bool:
+    """Whether the pool, which asks an expression's twin, knows what is read, each variable once."""
+    nodes = ir.walk(e)
+    want = [x.var for x in nodes if isinstance(x, (ir.Load, ir.Search)) and x.var is not None]
+    want += [x.table for x in nodes if isinstance(x, ir.Take)]
+    found = [id(v) for v in pool.leaves(e)]
+    return len(found) == len(set(found)) and set(found) == set(map(id, want))
 
 
 def same(t: trace.Traced, options: recom_jax.Options = VERIFY) -> None:

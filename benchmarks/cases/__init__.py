@@ -33,7 +33,7 @@ from benchmarks.cases import (
     tensorflow_e,
 )
 from benchmarks.context import Context
-from benchmarks.pieces import Join, Pieces
+from benchmarks.pieces import Combine, Join, Pieces
 from benchmarks.record import Result
 
 
@@ -42,7 +42,7 @@ class Case:
     """`minutes` is about what it takes on a quiet machine with two cores.
 
     `gpu`: it needs one. `package`: what must be installed besides, or "". A case has `run`, or `pieces` (and what
-    `finish` makes of those that are there).
+    `finish` makes of those that are there, once `combine` has joined those that measured the same thing).
     """
 
     name: str
@@ -53,6 +53,7 @@ class Case:
     package: str = ""
     pieces: Pieces | None = None
     finish: Join | None = None
+    combine: Combine | None = None
 
     @property
     def can_run(self) -> bool:
@@ -98,6 +99,7 @@ ALL = (
         gpu=True,
         pieces=idioms.pieces,
         finish=idioms.finish,
+        combine=idioms.combine,
     ),
     Case(
         "gpu_first_result",

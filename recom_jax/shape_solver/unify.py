@@ -156,7 +156,7 @@ class Unifier:
         if self._pending:
             self.finish()
         if d.name is not None:
-            return self._canon(d)
+            return self._canon_root(self._find(self._id[d.name]))
         found = self._resolved.get(d)
         if found is None:
             found = self._resolved[d] = self._canon(d)
