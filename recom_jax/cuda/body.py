@@ -63,7 +63,7 @@ class Body(Runs):
                 "// The same for bags of kLongBag positions or more: all warps of the block sum one up.",
                 f"__device__ __forceinline__ void {name}_long(const Params& p) {{",
                 f"  constexpr int kVec = {u.vec};",
-                "  const Tile t = tile_of(p);",
+                "  const Tile t = tile_again(p);",
             ]
         if self.any_order:
             # Inlined, the kernel's parameters are constants; what gathers positions takes too many registers for that.

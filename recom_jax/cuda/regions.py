@@ -127,7 +127,7 @@ class Regions(Ranges):
     ) -> None:  # fmt: skip
         """The rows of a round, kFlight at a time."""
         # Rare code writes its rows' registers before the loop over flights, as bags of one length do (`Flying`).
-        once = self.rare and not self.any_order
+        once = self.variant is Variant.LONG or (self.rare and not self.any_order)
         for b in pools if once or not self.jagged else ():
             dtype, e = TYPES[self.cls.regs[b.args[2]].dtype], TYPES[self.u.dtypes[b.args[5]]]
             kind = f"Row<{dtype}, kVec>" if self.jagged else f"Flying<{dtype}, {e}, kVec>"

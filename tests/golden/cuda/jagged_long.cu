@@ -123,7 +123,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
 // The same for bags of kLongBag positions or more: all warps of the block sum one up.
 __device__ __forceinline__ void class_0_long(const Params& p) {
   constexpr int kVec = 4;
-  const Tile t = tile_of(p);
+  const Tile t = tile_again(p);
   constexpr int kLanes = lanes_for(kJagged, 8, kVec);
   const int kSlices = t.slices;
   constexpr int kShare = kLanes;
@@ -197,12 +197,12 @@ __device__ __forceinline__ void class_0_long(const Params& p) {
           for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r9, now[i].r10);
+          Row<f32, kVec> x1[kFlight]{};
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r8[kFlight];
             share_flight<kFlight>(team, r8, g, [&](int i) { return now[i].r8; });
-            Row<f32, kVec> x1[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
               if (r8[u] >= 0) x1[u] = fetch<f32, kVec, true>(mine1, r8[u], 8);
