@@ -37,7 +37,6 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 LONG = (
     os.environ.get("RECOM_HYPOTHESIS") == "long"
 )  # the profile that takes its time (tests/conftest.py)
-SPILLING = ("jagged",)  # segment ids, whose code for any order is a function (docs/cuda_target.md)
 B = 6  # rows of a batch; the text doesn't depend on it
 
 
@@ -255,7 +254,7 @@ def test_machine_code(name: str, arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - set(SPILLING)))
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_nothing_spills(name: str, arch: str) -> None:
     """What a class keeps over its loops has room in registers, with as many blocks a multiprocessor as is fastest."""
     got = json.loads(FIGURES.read_text())[name][arch]

@@ -33,6 +33,7 @@ class Body(Runs):
         summed = self.summed()
         usual = [] if self.any_order or summed is not None else self.passes(rare=False)
         rare = self.passes(rare=True) if self.any_order or self.apart else []
+        gathering = self.gathering() if self.any_order else []
         self.rare, self.depth = self.any_order, 1
         self.checks: list[str] = []
         before = self.before(summed is not None)
@@ -62,24 +63,28 @@ class Body(Runs):
                 "// The same for bags of kLongBag positions or more: all warps of the block sum one up.",
                 f"__device__ __forceinline__ void {name}_long(const Params& p) {{",
                 f"  constexpr int kVec = {u.vec};",
-                "  const Tile t = tile_of(p);",
+                "  const Tile t = tile_again(p);",
             ]
         if self.any_order:
             # Inlined, the kernel's parameters are constants; what gathers positions takes too many registers for that.
-            inline = "__noinline__" if self.gathering() else "__forceinline__"
+            inline = "__noinline__" if gathering else "__forceinline__"
             head = [
                 "// The same for segment ids in any order.",
                 f"__device__ {inline} void {name}_any(const Params& p) {{",
                 "  constexpr int kVec = 1;",
-                "  const Tile t = tile_again(p);",
             ]
+        if gathering:
+            # What a bag's sum needs is found out behind the gathering, which takes all registers there are.
+            opened, head = head, []
+        if self.any_order:
+            head.append("  const Tile t = tile_again(p);")
         head += [
             f"  {lanes}",
             *([] if u.form == PLAIN else [f"  {slices}"]),
             *([] if u.form == PLAIN else [f"  constexpr int kShare = {share};"]),
             (
-                "  const WarpWorker me(p, t, kLanes, kSlices);"
-                if self.u.form == JAGGED and not self.any_order
+                f"  const {'Block' if self.any_order else 'Warp'}Worker me(p, t, kLanes, kSlices);"
+                if u.form == JAGGED
                 else f"  const Worker me(p, t, kLanes, {'' if u.form == PLAIN else 'kSlices, '}{stride});"
             ),
             *([] if u.form == PLAIN else ["  const Team<kShare> team(me, kSlices);"]),
@@ -97,15 +102,10 @@ class Body(Runs):
             before = [f"  auto* const out = kept({where});", *before]
         read = "me.again" if self.any_order else "me.word"
         head += [f"  {self.declared(s, read)}" for s in sorted(self.used)]
-        loops = self.loops(runs, usual, rare)
-        return [*head, *before, *loops, *(["  return false;"] if self.turns else []), "}"]
-
-    @property
-    def apart(self) -> bool:
-        """Whether tiles that have no room in shared memory, or allow no vectors, have code of their own: both are
-        rare, and code that holds fewer registers than the usual one's spills nothing, where it shares those of a
-        kernel with code that needs all of them."""
-        return self.turns and self.u.vec > 1
+        lines = [*head, *before, *self.loops(runs, usual, rare)]
+        if gathering:
+            lines = [*opened, *gathering, *indented(lines), "  }"]
+        return [*lines, *(["  return false;"] if self.turns else []), "}"]
 
     def loops(self, runs: list[str], usual: list[str], rare: list[str]) -> list[str]:
         """The loops over bags, and what a block asks behind them."""
@@ -114,10 +114,7 @@ class Body(Runs):
             # The kernel asks for long bags next. The checks are barriers, where there are any.
             checks = ["  __syncthreads();"]
         if not self.apart:
-            loop = [*self.loop_head(), *(usual or rare), *self.loop_tail()]
-            if gathering := self.gathering():
-                loop = [*gathering, *indented(loop), "  }"]
-            return [*loop, *checks]
+            return [*self.loop_head(), *(usual or rare), *self.loop_tail(), *checks]
         if not runs:
             runs = indented([*self.loop_head(), *usual, *self.loop_tail(), *checks])
         self.rare, self.depth = True, 1
@@ -184,10 +181,6 @@ class Body(Runs):
         if splits is None or self.any_order:
             self.lambda_of(i, seg, f"seg_{seg}")
         if self.any_order:
-            regions = [k for k in self.u.code if k.op == "JREGION" and self.gathers(k)]
-            if i in regions:
-                each = f"kStageBytes / {len(regions)}"
-                self.put(f"Gathered<{each} * {regions.index(i)}, {each}> gathered_{seg};")
             return
         if splits is None:  # found out before the first bag: it says where the tile's bags lie, too
             if self.variant is Variant.LONG:
@@ -248,7 +241,7 @@ class Body(Runs):
             "    const bool on = at + me.first < bags;",
             f"    const i32 bag = {near} ? at + me.first : bags - 1;",
         ]
-        if self.gathering():
+        if self.gathered():
             lines[:2] = ["  for (i32 at = low; at < bags; at += me.step) {"]
         if self.variant is Variant.LONG:
             lines[1:] = [
@@ -286,18 +279,29 @@ class Body(Runs):
 
     def gathering(self) -> list[str]:
         """The head of a loop over as many bags at a time as the block has room for the positions of."""
-        regions = [i for i in self.u.code if i.op == "JREGION" and self.gathers(i)]
-        if not regions:
+        if not (regions := self.gathered()):
             return []
+        self.rare, self.depth = True, 3
+        each = f"kStageBytes / {len(regions)}"
         return [
-            "  const i32 all = static_cast<i32>(t.bag0) + t.bags;",
-            "  for (i32 low = static_cast<i32>(t.bag0), bags; low < all; low = bags) {",
-            "    bags = all;",
             *(
-                f"    gathered_{i.args[1]}.gather(seg_{i.args[1]}, {self.slot(i.args[0])}, low, bags);"
-                for i in regions
+                f"  Gathered<{each} * {k}, {each}> gathered_{i.args[1]};"
+                for k, i in enumerate(regions)
             ),
+            "  for (i32 low = static_cast<i32>(tile_again(p).bag0), bags; low < end_of_tile(p); low = bags) {",
+            "    bags = end_of_tile(p);",
+            "    {",
+            "      const Worker me(p.words + tile_again(p).words);",
+            *self.again(self.gather),
+            "    }",
         ]
+
+    def gather(self) -> None:
+        for i in self.gathered():
+            self.lambda_of(i, i.args[1], f"seg_{i.args[1]}")
+            self.put(
+                f"gathered_{i.args[1]}.gather(seg_{i.args[1]}, {self.slot(i.args[0])}, low, bags);"
+            )
 
     @staticmethod
     def anew() -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from recom_jax.cuda.pools import Pools
 from recom_jax.cuda.text import Variant
-from recom_jax.cuda.units import writes
+from recom_jax.cuda.units import JAGGED, writes
 from recom_jax.program import Instr
 
 # How bags lie that a search of this mode finds (recom_tile.cuh).
@@ -21,6 +21,22 @@ class Orders(Pools):
     @property
     def any_order(self) -> bool:
         return self.variant is Variant.ANY
+
+    @property
+    def turns(self) -> bool:
+        """Whether warps take bags as they get ready."""
+        return self.u.form == JAGGED and self.variant is Variant.USUAL
+
+    @property
+    def apart(self) -> bool:
+        """Whether tiles that have no room in shared memory, or allow no vectors, have code of their own: both are
+        rare, and code that holds fewer registers than the usual one's spills nothing, where it shares those of a
+        kernel with code that needs all of them."""
+        return self.turns and self.u.vec > 1
+
+    def gathered(self) -> list[Instr]:
+        """The regions whose bags' positions the block gathers first."""
+        return [i for i in self.u.code if i.op == "JREGION" and self.gathers(i)]
 
     def gathers(self, region: Instr) -> bool:
         """Whether the block gathers its bags' positions first, whose order is any."""

@@ -31,6 +31,8 @@ class Ranges(Orders):
         if self.rare:
             if splits is None or splits[0] != "LENGTHS":  # which a thread adds up on its way
                 self.bags(i)
+        elif self.within(i):
+            span = f"limits_{i.args[1]}.in_tile(bag)"
         elif any(region is i for region, _ in self.staged):
             span = "span_of(bag)"
             self.put("const auto span_of = [&](i32 at) -> Range {")
@@ -42,6 +44,10 @@ class Ranges(Orders):
         elif self.schedule.long:  # rows without vectors are rare, and have no code for long bags
             span = f"kVec == {self.u.vec} ? unless_long({span}) : {span}"
         self.put(f"const Range span = {span};")
+
+    def within(self, i: Instr) -> bool:
+        """Whether a region's positions are counted from its tile's first one, which then no register has to hold."""
+        return self.apart and not self.rare and any(region is i for region, _ in self.staged)
 
     def range_of(self, i: Instr, bag: str) -> str:
         """The positions of a jagged bag, as text."""

@@ -127,7 +127,7 @@ class Regions(Ranges):
     ) -> None:  # fmt: skip
         """The rows of a round, kFlight at a time."""
         # Rare code writes its rows' registers before the loop over flights, as bags of one length do (`Flying`).
-        once = self.rare and not self.any_order
+        once = self.variant is Variant.LONG or (self.rare and not self.any_order)
         for b in pools if once or not self.jagged else ():
             dtype, e = TYPES[self.cls.regs[b.args[2]].dtype], TYPES[self.u.dtypes[b.args[5]]]
             kind = f"Row<{dtype}, kVec>" if self.jagged else f"Flying<{dtype}, {e}, kVec>"
@@ -230,6 +230,8 @@ class Regions(Ranges):
         self.position = "q"
         if not wanted:
             return
+        if self.within(region):
+            at = f"tile_{region.args[1]}.begin + {f'({at})' if inside else at}"
         here = at if inside else f"{at} < total ? {at} : total - 1"
         self.put(f"const i32 q = {self.gathered_at(region, here)};")
         if not self.jagged and self.inner > 1:
@@ -322,11 +324,14 @@ class Regions(Ranges):
         self.depth += 1
         staged = [b for b in loads if self.stageable(region, b)]
         # Where nobody has a position left there is no round, so that there is a position 0 to read instead.
-        self.place(region, bool(loads), "at_q < end ? at_q : 0", inside=True)
+        kept = len(staged) if self.within(region) else 0
+        self.place(region, kept < len(loads), "at_q < end ? at_q : 0", inside=True)
         self.put("Read found;")
         for b in loads:
             there = f"found.r{b.args[0]} = {self.load(b)};"
-            if b in staged and not self.rare:
+            if b in staged and self.within(region):
+                there = f"found.r{b.args[0]} = staged_{b.args[0]}.within(at_q);"
+            elif b in staged and not self.rare:
                 there = f"if constexpr (kStaged) found.r{b.args[0]} = staged_{b.args[0]}.at(at_q); else {there}"
             self.put(there)
         self.put("return found;")

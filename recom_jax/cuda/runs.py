@@ -30,11 +30,6 @@ class Runs(Regions):
     """Adds tiles whose positions are dealt out evenly."""
 
     @property
-    def turns(self) -> bool:
-        """Whether warps take bags as they get ready."""
-        return self.u.form == JAGGED and self.variant is Variant.USUAL
-
-    @property
     def takes_blocks(self) -> bool:
         """Whether warps leave long bags to their block."""
         return self.turns and self.schedule.long

@@ -289,51 +289,56 @@ RECOM_FN T shuffle_xor(T x, int mask) {
     return static_cast<T>(__shfl_xor_sync(0xffffffffu, static_cast<i32>(x), mask));
   }
 }
-// Combines what the slices of a bag found; every lane gets the result. All threads of a warp call it.
+// Combines what threads found that are `first`, twice `first`, ... up to less than `end` apart; every one gets the result.
+// Both are powers of two. All threads of a warp call it.
 template <int kKind, class T>
-RECOM_FN void join_slices(T& acc, int lanes, int slices) {
-  for (int m = lanes; m < lanes * slices; m *= 2) {
-    acc = combine<kKind>(acc, shuffle_xor(acc, m));
-  }
+RECOM_FN void join_upto(T& acc, int first, int end) {
+  for (int m = first; m < end; m *= 2) acc = combine<kKind>(acc, shuffle_xor(acc, m));
 }
 template <int kKind, class T, int N>
-RECOM_FN void join_slices(Row<T, N>& acc, int lanes, int slices) {
-  for (int m = lanes; m < lanes * slices; m *= 2) {
+RECOM_FN void join_upto(Row<T, N>& acc, int first, int end) {
+  for (int m = first; m < end; m *= 2) {
     Row<T, N> other;
 #pragma unroll
     for (int i = 0; i < N; ++i) other.v[i] = shuffle_xor(acc.v[i], m);
     acc = combine<kKind>(acc, other);
   }
 }
+// What the slices of a bag found.
+template <int kKind, class T>
+RECOM_FN void join_slices(T& acc, int lanes, int slices) {
+  join_upto<kKind>(acc, lanes, lanes * slices);
+}
 // The same with half the shuffles, for many slices: one slice of a pair joins the first half of both rows, the other one
-// the second, and at last they tell each other. Every element is joined in the order that it would be without.
-template <int kKind, class T, int N>
-RECOM_FN void join_halves(Row<T, N>& acc, int lanes, int slices, int thread) {
+// the second, and at last they tell each other. Every element is joined in the order that it would be without. `end`:
+// lanes times slices, one number at every depth, so that the compiler keeps one.
+template <int kKind, int kLanes, class T, int N>
+RECOM_FN void join_halves(Row<T, N>& acc, int end, int thread) {
   constexpr int kHalf = N / 2;
   if constexpr (N == 2 * kHalf) {
-    const bool second = (thread & lanes) != 0;
+    const bool second = (thread & kLanes) != 0;
     Row<T, kHalf> mine, other;
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
       mine.v[i] = second ? acc.v[kHalf + i] : acc.v[i];
-      other.v[i] = shuffle_xor(second ? acc.v[i] : acc.v[kHalf + i], lanes);
+      other.v[i] = shuffle_xor(second ? acc.v[i] : acc.v[kHalf + i], kLanes);
     }
     mine = combine<kKind>(mine, other);
-    join_halves<kKind>(mine, lanes * 2, slices / 2, thread);
+    join_halves<kKind, kLanes * 2>(mine, end, thread);
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
-      const T theirs = shuffle_xor(mine.v[i], lanes);
+      const T theirs = shuffle_xor(mine.v[i], kLanes);
       acc.v[i] = second ? theirs : mine.v[i];
       acc.v[kHalf + i] = second ? mine.v[i] : theirs;
     }
   } else {
-    join_slices<kKind>(acc, lanes, slices);
+    join_upto<kKind>(acc, kLanes, end);
   }
 }
 template <int kKind, int kLanes, class T, int N>
 RECOM_FN void join_rows(Row<T, N>& acc, int slices, int thread) {
   if constexpr (kLanes <= 2 && N % 2 == 0 && N <= 4) {
-    if (slices > 4) return join_halves<kKind>(acc, kLanes, slices, thread);
+    if (slices > 4) return join_halves<kKind, kLanes>(acc, kLanes * slices, thread);
   }
   join_slices<kKind>(acc, kLanes, slices);
 }

@@ -209,6 +209,17 @@ RECOM_FN u32 said_by_team(bool yes, int size, int rank) {
   return __ballot_sync(0xffffffffu, yes) >> first & (0xffffffffu >> (32 - size));
 }
 
+// A bit for each lane of the warp before this one. The GPU has it at hand: no register keeps it.
+RECOM_FN u32 lanes_before(int lane) {
+#ifdef __CUDA_ARCH__
+  u32 x;
+  asm("mov.u32 %0, %%lanemask_lt;" : "=r"(x));
+  return x;
+#else
+  return (1u << lane) - 1;
+#endif
+}
+
 // The positions of some bags, in their order, in bytes [kFrom, kFrom + kBytes) of the stage: the block goes through all ids
 // once, instead of once for each bag.
 template <int kFrom, int kBytes>
@@ -222,12 +233,8 @@ struct Gathered {
   template <class F>
   RECOM_FN void gather(const F& seg, i64 total_wide, i32 bag0, i32& bag1) {
     const i32 total = static_cast<i32>(total_wide);
-    n = count(seg, total, bag0, bag1);
 #pragma unroll 1
-    while (n > kMost && bag1 - bag0 > 1) {
-      bag1 = bag0 + (bag1 - bag0) / 2;
-      n = count(seg, total, bag0, bag1);
-    }
+    while ((n = count(seg, total, bag0, bag1)) > kMost && bag1 - bag0 > 1) bag1 = bag0 + (bag1 - bag0) / 2;
     all = n > kMost;
     if (all) n = total;
   }
@@ -272,8 +279,8 @@ struct Gathered {
       }
 #pragma unroll
       for (int u = 0; u < kFlight; ++u) {
-        const i32 k = at + __popc(theirs[u] & ((1u << lane) - 1));
-        if ((theirs[u] >> lane & 1) != 0 && k < kMost) {
+        const i32 k = at + __popc(theirs[u] & lanes_before(lane));
+        if (id[u] >= low && id[u] < high && k < kMost) {
           store_shared(memory() + static_cast<u32>(k) * 4, static_cast<u32>(mine + u * 32));
         }
         at += __popc(theirs[u]);

@@ -147,7 +147,11 @@ struct Staged {
     const u32 k = static_cast<u32>(q - begin);
     return load_shared<T>(memory + (k < kMost ? k : kMost - 1) * sizeof(T));
   }
-  // Element k of the tile's, counted from its first; anything, for the few numbers behind its last.
+  // Element k of the tile's, counted from its first; anything, where there is none.
+  RECOM_FN T within(i32 k) const {
+    return load_shared<T>(memory + (static_cast<u32>(k) < kMost ? static_cast<u32>(k) : kMost - 1) * sizeof(T));
+  }
+  // The same; anything, for the few numbers behind its last.
   RECOM_FN T near(i32 k) const { return load_shared<T>(memory + static_cast<u32>(k) * sizeof(T)); }
 };
 

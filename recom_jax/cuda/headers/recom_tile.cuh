@@ -43,6 +43,11 @@ RECOM_FN Tile tile_again(const Params& p) {
 #endif
   return read_tile(tile);
 }
+// The bag behind the tile's last one.
+RECOM_FN i32 end_of_tile(const Params& p) {
+  const Tile t = tile_again(p);
+  return static_cast<i32>(t.bag0) + t.bags;
+}
 
 // A thread keeps its lane, slice and column; its bag moves by `step` each pass. Threads behind the last whole
 // bag, and bags behind the tile's end, do what the last one does but store nothing, so that whole warps stay
@@ -118,6 +123,19 @@ struct WarpWorker : Worker {
     // Lanes and slices are powers of two.
     const int per_bag = lanes * slices, shift = 31 - __clz(per_bag);
     step = 32 >> shift;
+    first = thread >> shift;
+    slice = (thread & (per_bag - 1)) >> (31 - __clz(lanes));
+    lane = thread & (lanes - 1);
+  }
+};
+
+// The same where all threads of a block take its bags together, of a tile of one column: jagged ones in any order.
+struct BlockWorker : Worker {
+  RECOM_FN BlockWorker(const Params& p, const Tile& t, int lanes, int slices) : Worker(p.words + t.words) {
+    thread = static_cast<int>(threadIdx.x);
+    // Lanes and slices are powers of two.
+    const int per_bag = lanes * slices, shift = 31 - __clz(per_bag);
+    step = kThreads >> shift;
     first = thread >> shift;
     slice = (thread & (per_bag - 1)) >> (31 - __clz(lanes));
     lane = thread & (lanes - 1);

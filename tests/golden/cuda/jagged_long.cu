@@ -6,23 +6,31 @@ namespace recom_cuda {
 // The same for segment ids in any order.
 __device__ __noinline__ void class_0_any(const Params& p) {
   constexpr int kVec = 1;
-  const Tile t = tile_again(p);
-  const int kLanes = t.lanes;
-  const int kSlices = t.slices;
-  constexpr int kShare = 1;
-  const Worker me(p, t, kLanes, kSlices, 25);
-  const Team<kShare> team(me, kSlices);
-  const i64 s2 = me.again(3);
-  const i32* const b4 = source<i32>(p, me.again(5));
-  const auto seg_0 = [&](i32 q) -> i32 {
-    const i32 r0 = load_one(b4 + q);
-    return static_cast<i32>(r0);
-  };
   Gathered<kStageBytes / 1 * 0, kStageBytes / 1> gathered_0;
-  const i32 all = static_cast<i32>(t.bag0) + t.bags;
-  for (i32 low = static_cast<i32>(t.bag0), bags; low < all; low = bags) {
-    bags = all;
-    gathered_0.gather(seg_0, s2, low, bags);
+  for (i32 low = static_cast<i32>(tile_again(p).bag0), bags; low < end_of_tile(p); low = bags) {
+    bags = end_of_tile(p);
+    {
+      const Worker me(p.words + tile_again(p).words);
+      const i64 s2 = me.again(3);
+      const i32* const b4 = source<i32>(p, me.again(5));
+      const auto seg_0 = [&](i32 q) -> i32 {
+        const i32 r0 = load_one(b4 + q);
+        return static_cast<i32>(r0);
+      };
+      gathered_0.gather(seg_0, s2, low, bags);
+    }
+    const Tile t = tile_again(p);
+    const int kLanes = t.lanes;
+    const int kSlices = t.slices;
+    constexpr int kShare = 1;
+    const BlockWorker me(p, t, kLanes, kSlices);
+    const Team<kShare> team(me, kSlices);
+    const i64 s2 = me.again(3);
+    const i32* const b4 = source<i32>(p, me.again(5));
+    const auto seg_0 = [&](i32 q) -> i32 {
+      const i32 r0 = load_one(b4 + q);
+      return static_cast<i32>(r0);
+    };
     for (i32 at = low; at < bags; at += me.step) {
       const bool on = at + me.first < bags;
       const i32 bag = on ? at + me.first : bags - 1;
@@ -115,7 +123,7 @@ __device__ __noinline__ void class_0_any(const Params& p) {
 // The same for bags of kLongBag positions or more: all warps of the block sum one up.
 __device__ __forceinline__ void class_0_long(const Params& p) {
   constexpr int kVec = 4;
-  const Tile t = tile_of(p);
+  const Tile t = tile_again(p);
   constexpr int kLanes = lanes_for(kJagged, 8, kVec);
   const int kSlices = t.slices;
   constexpr int kShare = kLanes;
@@ -189,12 +197,12 @@ __device__ __forceinline__ void class_0_long(const Params& p) {
           for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r9, now[i].r10);
+          Row<f32, kVec> x1[kFlight]{};
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
             i32 r8[kFlight];
             share_flight<kFlight>(team, r8, g, [&](int i) { return now[i].r8; });
-            Row<f32, kVec> x1[kFlight];
             #pragma unroll
             for (int u = 0; u < kFlight; ++u) {
               if (r8[u] >= 0) x1[u] = fetch<f32, kVec, true>(mine1, r8[u], 8);
@@ -259,18 +267,13 @@ __device__ __forceinline__ bool class_0(const Params& p, const Tile& t) {
         f32 r9 = start_of<kSum>(immediate<f32>(0), team.rank);
         {
           [[maybe_unused]] const i32 total = static_cast<i32>(s2);
-          const auto span_of = [&](i32 at) -> Range {
-            if constexpr (kStaged) return limits_0.of(at);
-            else return range_in(seg_0, tile_0, at);
-          };
-          const Range span = kVec == 4 ? unless_long(span_of(bag)) : span_of(bag);
+          const Range span = kVec == 4 ? unless_long(limits_0.in_tile(bag)) : limits_0.in_tile(bag);
           constexpr int kFlight = 4, kOwn = own_numbers(kShare, kFlight);
           const i32 end = span.end;
           struct Read { i32 r2; };
           const auto read = [&](i32 at_q) -> Read {
-            const i32 q = at_q < end ? at_q : 0;
             Read found;
-            if constexpr (kStaged) found.r2 = staged_2.at(at_q); else found.r2 = load_one(b7 + q);
+            found.r2 = staged_2.within(at_q);
             return found;
           };
           struct Position {

@@ -11,7 +11,7 @@ __device__ __forceinline__ void class_0_any(const Params& p) {
   const int kLanes = t.lanes;
   const int kSlices = t.slices;
   constexpr int kShare = 1;
-  const Worker me(p, t, kLanes, kSlices, 25);
+  const BlockWorker me(p, t, kLanes, kSlices);
   const Team<kShare> team(me, kSlices);
   const i64 s2 = me.again(3);
   const i32* const b5 = source<i32>(p, me.again(6));
