@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "byte_order.h"
 #include "corun_bindings.h"
 #include "cuda_bindings.h"
 #include "cuda_module.h"
@@ -284,5 +285,6 @@ PYBIND11_MODULE(_recom, m) {
   bind_strings(m);
   recom::bind_cuda(m);
   recom::bind_forward(m);
+  recom::bind_byte_order(m);
   recom::bind_corun(m);
 }

@@ -76,7 +76,8 @@ class OptimizedFunction(_recom.Forward):  # type: ignore[misc]
         self._measured = jax.jit(measured, **static) if options.tune else self._jitted
         self._buckets = Buckets(fn, signature, options) if options.batch_buckets else None
         direct = self._buckets is None and not options.tune
-        self._forward(self._jitted if direct else self._call)
+        target = self._jitted if direct else self._call
+        self._forward(target, compat.ArrayImpl, jax.tree_util.tree_leaves)
         self._reports: dict[Any, Report] = {}
         self._lock = threading.Lock()
 
@@ -84,6 +85,10 @@ class OptimizedFunction(_recom.Forward):  # type: ignore[misc]
         if self._buckets is not None and not compat.tracing():
             return self._buckets.call(self._run, args, kwargs)
         return self._run(*args, **kwargs)
+
+    def _swapped(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Refuses a numpy array in the other byte order, of which `jax.jit` may read the bytes as they are."""
+        self._signature.split(args, kwargs)
 
     def _failed(self, why: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
         """Raises what a call that raised `why` shall raise."""

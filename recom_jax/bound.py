@@ -58,6 +58,7 @@ class Plan:
       names: a printable path of each batch leaf.
       packed, direct: numbers of batch leaves that are staged, and of those passed as they are.
       direct_types: (type, shape, dtype, weak type) of the latter.
+      direct_numpy: those of them that are numpy arrays.
       arena_leaves, direct_bound: numbers of bound leaves in the arena, and of those passed as they are.
       layout, packer: of the staged leaves; packer: narrows 64-bit leaves as the x64 flag was.
       target: where the staging operand is a token (`stage`); None: where it is the staging array.
@@ -75,6 +76,7 @@ class Plan:
     packed: tuple[int, ...]
     direct: tuple[int, ...]
     direct_types: tuple[Any, ...]
+    direct_numpy: tuple[int, ...]
     arena_leaves: tuple[int, ...]
     direct_bound: tuple[int, ...]
     layout: Any
@@ -159,6 +161,7 @@ def make_plan(source: Source) -> Plan:
         places.packed,
         places.direct,
         types,
+        tuple(k for k in direct if isinstance(batch[k], np.ndarray)),
         places.arena,
         places.direct_bound,
         layout,

@@ -228,6 +228,10 @@ def uncommitted(x: Any) -> Any:
     return _array.ArrayImpl(x.aval, x.sharding, [x.addressable_data(0)], committed=False)
 
 
+# The type of all arrays that JAX makes, outside of traces.
+ArrayImpl: type = _array.ArrayImpl
+
+
 def register_transpose(prim: Any, rule: Callable[..., Any]) -> None:
     """`rule` gets cotangents (or zeros, `is_zero_tangent`), operands (`is_undefined` where linear) and parameters."""
     ad.primitive_transposes[prim] = rule

@@ -222,6 +222,8 @@ class Server(Prepared):
         return _MISS
 
     def _try(self, plan: Plan, leaves: Sequence[Any], fetched: bool) -> Any:
+        if plan.direct_numpy and _recom.any_swapped([leaves[k] for k in plan.direct_numpy]):
+            return _MISS  # JAX would read the bytes as they are
         staged = self._stage(plan, leaves)
         if isinstance(staged, int):
             return _MISS
