@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -108,6 +108,31 @@ class Block:
     ms: float = 150.0
 
 
+@contextlib.contextmanager
+def still() -> Iterator[None]:
+    """Without Python's garbage collector, and with what there is now out of its sight: walking all of JAX takes longer
+    than what is timed. Inside one another, the outermost counts."""
+    global _STILL
+    if _STILL:
+        yield
+        return
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    _STILL = True
+    try:
+        yield
+    finally:
+        _STILL = False
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+_STILL = False
+
+
 def interleave(
     contestants: Sequence[Contestant],
     plan: Plan,
@@ -128,12 +153,8 @@ def interleave(
     times: dict[str, list[tuple[float, ...]]] = {c.key: [] for c in contestants}
     if len(times) != len(contestants):
         raise ValueError(f"two contestants have the same key: {[c.key for c in contestants]}")
-    was_enabled = gc.isenabled()
     turn = 0
-    gc.collect()
-    gc.freeze()  # so that the collections between rounds don't walk all of JAX
-    gc.disable()
-    try:
+    with still():
         begun = time.monotonic()
         for done in track(range(plan.rounds)):
             if done >= plan.least_rounds and time.monotonic() - begun > plan.seconds:
@@ -152,8 +173,4 @@ def interleave(
                 times[c.key].append(tuple(burst))
             turn += calls
             gc.collect()
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
     return {k: Samples(tuple(v)) for k, v in times.items()}

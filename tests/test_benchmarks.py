@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import pathlib
 import threading
@@ -24,6 +25,7 @@ from benchmarks.timing import (
     interleave,
     paired_difference,
     paired_ratio,
+    still,
 )
 from benchmarks.turns import Turns
 
@@ -246,6 +248,29 @@ def test_every_call_of_a_block_counts() -> None:
     assert seen == ["begin", *["call"] * 7, "end"] * 2
     assert [len(r) for r in found["quick / x"].rounds] == [7, 7]
     assert all(len(r) <= 2 for r in found["slow / x"].rounds)  # of 2 ms at least each
+
+
+def test_the_collector_stands_still_once() -> None:
+    """Inside another one, nothing is collected or frozen again; in the end it does what it did."""
+    walked: list[str] = []
+    few = 10_000  # of its own, Python freezes some hundred
+
+    def seen(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2 and gc.get_freeze_count() < few:
+            walked.append("everything")
+
+    gc.callbacks.append(seen)
+    try:
+        with still():
+            assert not gc.isenabled() and gc.get_freeze_count() > few and len(walked) == 1
+            interleave([Contestant("a", "x", lambda k: k, lambda k: k)], Plan(rounds=3))
+            assert not gc.isenabled() and gc.get_freeze_count() > few and len(walked) == 1
+    finally:
+        gc.callbacks.remove(seen)
+    assert gc.isenabled() and gc.get_freeze_count() < few
+    with pytest.raises(ZeroDivisionError), still():
+        raise ZeroDivisionError
+    assert gc.isenabled() and gc.get_freeze_count() < few
 
 
 def test_leases_filled_elsewhere_are_those_asked_for() -> None:

@@ -5,23 +5,17 @@ what differs there is the machine, so they are measured but promise nothing. An 
 left out by name.
 
 On a GPU a call of a few microseconds' work takes some sixty: it is handed from thread to thread, and how soon each of
-them wakes decides more than what is called. A contestant may be slow in that way for as long as its process lives, 60
-microseconds instead of 38, and fast in the next one: single calls of the same machine code took 0.87 of plain jit's
-time in one process, 1.16 and 1.48 in others. So each idiom is measured in several fresh processes, in each by
-
-- single calls, polled: the caller asks whether the result is ready until it is, and never sleeps;
-- single calls: the caller sleeps until it is woken, as `block_until_ready` does;
-- calls in a row: the last alone is waited for.
-
-The first is judged, by the median over the processes. It holds all of a call but the caller's own wake-up, which is
-the same for both, and is the most repeatable by far: between three processes the ratio of an idiom varied by 0.03
-(0.04 and 0.10 in the other ways; 22 idioms on an H200). The others are in the tables, too.
+them wakes decides more than what is called. A contestant may be slow in that way, 60 microseconds instead of 38 to
+dispatch, for as long as its process lives, and fast in the next one: single calls of the same machine code took 0.87 of
+plain jit's time in one process, 1.16 and 1.48 in others. So each idiom is measured in several fresh processes, and the
+median over them of single calls is judged: what one who waits for each result feels. Calls in a row, of which the last
+alone is waited for, are measured beside them. They wait for nobody in between, but it is the dispatch itself that is
+slow at times: they differ as much from process to process, and so do calls that are polled until the result is there.
 """
 
 import dataclasses
 import functools
 import importlib.util
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +29,7 @@ from benchmarks import steady
 from benchmarks.context import Context, Settings
 from benchmarks.pieces import Piece
 from benchmarks.record import Result, Row, Target
-from benchmarks.timing import Contestant, Plan, Samples, interleave, paired_ratio
+from benchmarks.timing import Contestant, Plan, Samples, interleave, paired_ratio, still
 from examples.idioms import ALL, REAL, SMALL
 
 LIMIT = 1.05
@@ -47,12 +41,12 @@ BY_FIELD = ("offsets", "fm", "deepfm", "wide_and_deep", "xdeepfm", "dcn")
 MULTIPLIED = ("multi_hot_", "buckets_to_one_hot", "thresholds_", "haiku_one_hot")
 # From the 33rd call in flight on, XLA holds the caller back until one has ended.
 CHAIN = 30
-CHAINS_S = 1.0  # of an idiom's calls in a row, which are seconds where a call is milliseconds
+# All idioms in several processes take a bit over a minute of a lent machine, and most of that to compile.
+ROUNDS, CHAINS, LEAST, WAY_S, BURST_S = 15, 8, 3, 0.06, 6e-4
 PASSES = 2  # over all idioms of a piece: a way to be slow may last for a while
-POLLED, SINGLE, CHAINED = "single calls, polled", "single calls", f"{CHAIN} calls in a row"
+SINGLE, CHAINED = "single calls", f"{CHAIN} calls in a row"
 TITLES = {
-    POLLED: f"{POLLED}, the most repeatable way (judged)",
-    SINGLE: f"{SINGLE}, with the caller's wake-up (not judged)",
+    SINGLE: f"{SINGLE} (judged: the median over processes)",
     CHAINED: f"{CHAINED}, the last one waited for (not judged)",
 }
 UNIT = "of plain jit"
@@ -85,7 +79,7 @@ def pieces(settings: Settings) -> dict[str, Piece]:
     names = _names(settings)
     groups = range(min(GROUPS, len(names)))  # every fourth one each, as neighbours need like times
     return {
-        f"{k + 1} of {GROUPS} process {n + 1}": functools.partial(
+        f"{k + 1} of {GROUPS} run {n + 1}": functools.partial(
             measure, names=names[k::GROUPS], ways=tuple(TITLES), process=n
         )
         for n in range(settings.processes)
@@ -97,7 +91,7 @@ def combine(parts: Mapping[str, Result]) -> dict[str, Result]:
     """One part of each group: medians over the processes that measured it."""
     groups: dict[str, list[Result]] = {}
     for name, part in parts.items():
-        groups.setdefault(name.partition(" process ")[0], []).append(part)
+        groups.setdefault(name.partition(" run ")[0], []).append(part)
     return {name: combined(found) for name, found in groups.items()}
 
 
@@ -140,21 +134,20 @@ def _median_row(rows: Sequence[Row]) -> Row:
 
 
 def finish(settings: Settings, parts: Mapping[str, Result]) -> Result:
-    """What the groups that are there say together: polled calls are judged."""
+    """What the groups that are there say together: single calls are judged."""
     found = list(parts.values())
     calls = _merged(found, "has call")
     medians: dict[str, dict[str, float]] = {}
     for way in TITLES:
         medians[way] = {n: statistics.median(r) for n, r in _merged(found, way).items()}
     facts = {**medians, "has call": calls, "not installed": _merged(found, "not installed")}
-    target, said = _judged(facts, POLLED, "CUDA: idioms", f"{POLLED}, median over processes")
-    for way in (SINGLE, CHAINED):
-        alone = {n: r for n, r in medians[way].items() if calls[n]}
-        slowest = max(alone, key=alone.__getitem__)
-        each = _merged(found, way)[slowest]
-        said[f"slowest by {way}"] = (
-            f"{slowest}, {alone[slowest]:.2f} ({min(each):.2f} to {max(each):.2f} in {len(each)} processes)"
-        )
+    target, said = _judged(facts, SINGLE, "CUDA: idioms", f"{SINGLE}, median over processes")
+    in_a_row = {n: r for n, r in medians[CHAINED].items() if calls[n]}
+    slowest = max(in_a_row, key=in_a_row.__getitem__)
+    each = _merged(found, CHAINED)[slowest]
+    said[f"slowest of {CHAINED}"] = (
+        f"{slowest}, {in_a_row[slowest]:.2f} ({min(each):.2f} to {max(each):.2f} in {len(each)} processes)"
+    )
     return Result((), (target,), said)
 
 
@@ -192,11 +185,14 @@ def measure(
     absent = {n: p for n in names if (p := ALL[n].needs) and importlib.util.find_spec(p) is None}
     with context.turns.compiling(), context.progress.step(", ".join(names)):
         ready = [_ready(s, n, bool(process % 2)) for n in names if n not in absent]
-    passes = PASSES if len(ways) > 1 else 1
-    plan = dataclasses.replace(s.plan, rounds=-(-s.plan.rounds // passes))
+    alone = len(ways) == 1
+    turns = [
+        (idiom, way) for idiom in ready for way in ways if way == SINGLE or idiom.has_call
+    ]  # without a call the promise is silent, and some take milliseconds
     samples: dict[tuple[str, str], Mapping[str, Samples]] = {}
-    with context.turns.timed() as quiet:
-        for number, (idiom, way) in enumerate([*itertools.product(ready, ways)] * passes):
+    with still(), context.turns.timed() as quiet:
+        for number, (idiom, way) in enumerate(turns * (1 if alone else PASSES)):
+            plan = _plan(s.plan, idiom.ways[1]) if alone else _short(s.plan, idiom.ways[1], way)
             found = _timed(idiom.ways, way, plan, process + number)
             before = samples.get((idiom.name, way))
             samples[idiom.name, way] = (
@@ -204,15 +200,13 @@ def measure(
             )
     rows: list[Row] = []
     ratios: dict[str, dict[str, float]] = {way: {} for way in ways}
-    for idiom in ready:
-        for way in ways:
-            times = samples[idiom.name, way]
-            ratio = round(paired_ratio(*(times[c.key] for c in idiom.ways)), 3)
-            ratios[way][idiom.name] = ratio
-            alone = len(ways) == 1
-            inputs = steady.DEVICE if alone else f"{steady.DEVICE}, {way}"
-            note = f"{ratio:.2f} of plain; {idiom.fused}" if alone else ""
-            rows += _rows(f"idioms, batch {s.batch}", idiom, inputs, times, note)
+    for idiom, way in turns:
+        times = samples[idiom.name, way]
+        ratio = round(paired_ratio(*(times[c.key] for c in idiom.ways)), 3)
+        ratios[way][idiom.name] = ratio
+        inputs = steady.DEVICE if alone else f"{steady.DEVICE}, {way}"
+        note = f"{ratio:.2f} of plain; {idiom.fused}" if alone else ""
+        rows += _rows(f"idioms, batch {s.batch}", idiom, inputs, times, note)
     facts = {
         **ratios,
         "fused": {i.name: i.fused for i in ready},
@@ -254,27 +248,12 @@ def _first(c: Contestant) -> float:
     return time.perf_counter() - begun
 
 
-def _timed(ways: Sequence[Contestant], way: str, plan: Plan, process: int) -> Mapping[str, Samples]:
+def _timed(ways: Sequence[Contestant], way: str, plan: Plan, seed: int) -> Mapping[str, Samples]:
     """Milliseconds a call."""
-    if way == CHAINED:
-        short = dataclasses.replace(plan, burst=1, seconds=min(plan.seconds, CHAINS_S))
-        found = interleave([_chained(c) for c in ways], short, seed=process)
-        return {key: samples.divided(CHAIN) for key, samples in found.items()}
-    called = [_polled(c) for c in ways] if way == POLLED else ways
-    return interleave(called, _plan(plan, ways[1]), seed=process)
-
-
-def _polled(c: Contestant) -> Contestant:
-    """The caller asks until the results are ready."""
-
-    def call(argument: Any) -> Any:
-        out = c.call(argument)
-        for x in jax.tree.leaves(out):
-            while not x.is_ready():
-                pass
-        return out
-
-    return dataclasses.replace(c, call=call)
+    if way == SINGLE:
+        return interleave(ways, plan, seed=seed)
+    found = interleave([_chained(c) for c in ways], plan, seed=seed)
+    return {key: samples.divided(CHAIN) for key, samples in found.items()}
 
 
 def _chained(c: Contestant) -> Contestant:
@@ -290,9 +269,24 @@ def _chained(c: Contestant) -> Contestant:
 
 def _plan(plan: Plan, plain: Contestant) -> Plan:
     """More calls a round where a call takes microseconds; a few seconds for each idiom."""
-    seconds = max(min(_first(plain) for _ in range(3)), 1e-5)
-    burst = min(max(int(1e-3 / seconds), plan.burst), 50)
+    burst = min(max(int(2e-3 / _seconds(plain)), plan.burst), 50)
     return dataclasses.replace(plan, burst=burst, seconds=min(plan.seconds, 5.0))
+
+
+def _short(plan: Plan, plain: Contestant, way: str) -> Plan:
+    """Of one pass on a GPU: few rounds where a call takes milliseconds."""
+    burst = 1 if way == CHAINED else min(max(int(BURST_S / _seconds(plain)), plan.burst), 50)
+    return Plan(
+        rounds=min(plan.rounds, CHAINS if way == CHAINED else ROUNDS),
+        burst=burst,
+        seconds=min(plan.seconds, WAY_S),
+        least_rounds=min(plan.least_rounds, LEAST),
+    )
+
+
+def _seconds(c: Contestant) -> float:
+    """Of a call, about."""
+    return max(min(_first(c) for _ in range(3)), 1e-5)
 
 
 def _rows(
