@@ -58,7 +58,8 @@ class Detector:
         self.extra_consts: list[tuple[Any, Any]] = []
         jaxpr = compat.open_jaxpr(closed)
         self.symbolic = _symbolic((jaxpr.invars, jaxpr.constvars, *(e.outvars for e in jaxpr.eqns)))
-        self.arguments = frozenset(map(id, (*jaxpr.invars, *jaxpr.constvars)))
+        self.inputs = frozenset(map(id, jaxpr.invars))
+        self.arguments = self.inputs | frozenset(map(id, jaxpr.constvars))
         for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
             if not compat.is_tracer(value):
                 self.value_of[id(var)] = value

@@ -8,7 +8,6 @@ a pooled sum.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from recom_jax.detect import Detector, Rule
 from recom_jax.detect_movement import MOVEMENT_RULES
 from recom_jax.detect_symbolic import dim_as_value, is_size
 from recom_jax.detect_values import Refuse, Val, dtype_name
+from recom_jax.row_arithmetic import context_free_divisor, from_arithmetic, power_of_two
 
 BINARY = {
     "add": "add",
@@ -73,14 +73,16 @@ def elementwise(d: Detector, name: str, dtype: str, args: Sequence[ir.Expr]) -> 
     exact, arith = True, False
     if ir.is_float(of) and name in ARITHMETIC:
         arith = True
-        exact = not any(a.arith for a in args)
+        exact = not any(a.arith or from_arithmetic(d, a, sums=True) for a in args)
         looked_up = any(a.takes for a in args)
         if name in ("add", "sub") and looked_up and any(_is_product(a) for a in args):
             raise Refuse("a multiply-add that XLA may contract")
-        if name == "div" and isinstance(args[1], ir.Const) and not _power_of_two(args[1].value):
+        if name == "div" and isinstance(args[1], ir.Const) and not power_of_two(args[1].value):
             exact = False
             if looked_up and not _pooled(args[0]):
                 raise Refuse("division by a constant, which XLA turns into a multiplication")
+        if name == "div" and not looked_up and not context_free_divisor(d, args[1]):
+            exact = False
         if name == "div" and is_size(args[1]):  # a constant once the program is compiled
             exact = False
             if looked_up and not _pooled(args[0]):
@@ -100,10 +102,6 @@ def _is_product(e: ir.Expr) -> bool:
         and e.name in ("mul", "neg", "select")
         and any(e.name == "mul" or _is_product(a) for a in e.args)
     )
-
-
-def _power_of_two(value: float) -> bool:
-    return value != 0 and math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5
 
 
 def _pooled(e: ir.Expr) -> bool:

@@ -18,6 +18,7 @@ from recom_jax.detect_rules import convert
 from recom_jax.detect_search import gather_of_unique, repeated_arange
 from recom_jax.detect_symbolic import sliced
 from recom_jax.detect_values import Read, Refuse, Val, dtype_name, row_major
+from recom_jax.row_arithmetic import context_free_divisor
 from recom_jax.shape_solver.dims import DimLike
 
 NOT_ROWS = "the table is not read along its rows"
@@ -63,12 +64,11 @@ def _rows_expr(d: Detector, table_expr: ir.Expr, take: ir.Expr) -> ir.Expr:
         if isinstance(e, ir.Op) and e.name == "convert":
             return convert(d, rebuild(e.args[0]), e.dtype)
         if isinstance(e, ir.Op):
-            if (
-                ir.is_float(e.dtype)
-                and e.name in ("add", "sub", "div")
-                and any(a.arith for a in e.args)
-            ):
-                raise Refuse("a table computed by a chain of float arithmetic")
+            if ir.is_float(e.dtype) and e.name in ("add", "sub", "mul", "div"):
+                if any(a.arith for a in e.args):
+                    raise Refuse("a table computed by a chain of float arithmetic")
+                if e.name == "div" and not context_free_divisor(d, e.args[1]):
+                    raise Refuse("a table divided by what XLA may multiply it by the inverse of")
             return d.pool.op(e.name, e.dtype, *map(rebuild, e.args), exact=e.exact, arith=e.arith)
         return e
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from recom_jax import cpu, ffi, gate, ir, kept, verify
+from recom_jax import cpu, ffi, gate, ir, kept, row_arithmetic, verify
 from recom_jax.cpu import Encoded
 from recom_jax.detect import detect
 from recom_jax.detect_values import Detected, Read
@@ -120,6 +120,10 @@ def _compile(traced: Traced, options: Options, name: str | None) -> Compiled:
         detected, detector = detect(traced.jaxpr, options, forced)
         if detected.late and attempt < _MAX_ATTEMPTS:
             forced |= {id(v): "it waits for what XLA makes of the same rows" for v in detected.late}
+            continue
+        settled = row_arithmetic.left_to_xla(detector, detected)
+        if settled and attempt < _MAX_ATTEMPTS:
+            forced |= settled
             continue
         simplified = simplify(detected.pool, detected.outputs, detected.value_of, options.disabled)
         held = {} if options.always_fuse else gate.held_back(detected, simplified.outputs)
