@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from recom_jax import _recom, compat, operands, pack, pipeline, stage
-from recom_jax.bound import MismatchError, Plan, context, direct_mismatch
+from recom_jax.bound import Plan, context, direct_mismatch
+from recom_jax.bound_body import MismatchError
 from recom_jax.buckets import Buckets
 from recom_jax.errors import (
     BatchError,

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from recom_jax import pack, pipeline, stage
-from recom_jax.bound import MismatchError, Plan
+from recom_jax.bound import Plan
+from recom_jax.bound_body import MismatchError
 from recom_jax.errors import RecomError, trace_error
 from recom_jax.serve_prepare import Prepared
 from recom_jax.signature import blame
