@@ -107,7 +107,7 @@ def measured(case: str, piece: str, settings: Settings = QUICK) -> Result:
         ("gpu_ablation", "e 256", 4, 0),
         ("gpu_ablation", "D 512", 4, 0),
         ("gpu_tuned", "e 256", 2, 1),
-        ("gpu_serve", "batch 256", 22, 6),
+        ("gpu_serve", "batch 256", 24, 6),
         ("gpu_model_e", "batch 16", 13, 1),
         ("gpu_idioms", "2 of 4 run 1", 4, 0),
     ],

@@ -10,6 +10,9 @@ by `np.asarray` of what a call returns.
 
 Views are filled in three ways: by the calling thread just before each call; by another thread of Python while the call
 before runs; and several leases at a time, before the first of them is served. Filling is timed in one row alone.
+
+What a thread does between two calls slows the second one down, as its caches hold something else: so ordinary arrays
+come as they were found, from memory, and *written before each call*, a thousand of them from Python, as views are.
 """
 
 import concurrent.futures
@@ -35,6 +38,7 @@ AHEAD = 4  # leases
 BESIDE = "input_views, filled by another thread"
 FILLED_AHEAD = f"input_views, {AHEAD} filled ahead"
 FETCH, ASARRAY = "recom_jax bind, fetch", "recom_jax bind, np.asarray"
+WRITTEN = "numpy arrays, written before each call"
 ALTERNATING = "alternating call by call"
 # Whose second pass is shown: the others are of no interest there.
 SHOWN = (
@@ -112,9 +116,16 @@ def further(batches: list[Batch], server: Any) -> list[Contestant]:
     def lease(k: int) -> Any:
         return steady.fill(server.input_views(numpy(k)), numpy(k))
 
+    sets = [{name: np.empty_like(x) for name, x in batches[0].items()} for _ in range(AHEAD)]
+
+    def written(k: int) -> Any:
+        return steady.fill(sets[k % AHEAD], numpy(k))
+
     found = [
         Contestant(FETCH, steady.NUMPY, numpy, server.fetch, "results on the host"),
         Contestant(FETCH, steady.VIEWS, lease, server.fetch, "results on the host, filling not timed"),
+        Contestant(FETCH, WRITTEN, written, server.fetch, "results on the host, writing not timed"),
+        Contestant(steady.BIND, WRITTEN, written, server, "writing not timed"),
         Contestant(ASARRAY, steady.NUMPY, numpy, lambda b: np.asarray(server(b)), "results on the host"),
     ]  # fmt: skip
     for inputs, way in ((BESIDE, Beside(lease)), (FILLED_AHEAD, Ahead(lease))):
