@@ -35,9 +35,9 @@ class Delivery {
   // Nobody waits any more. The memory stays as it is until the call has ended.
   void Cancel() { nbytes_ = -1; }
 
-  // The handler's: copies results, one behind the other, at multiples of kAlign; false where no
+  // The handler's: copies results, one behind the other, at multiples of kAlign; nothing where no
   // call was begun. Throws CudaError; std::runtime_error where other results were asked for.
-  bool Copy(const std::vector<std::pair<const void*, int64_t>>& results, cuda::Stream stream);
+  void Copy(const std::vector<std::pair<const void*, int64_t>>& results, cuda::Stream stream);
 
   // Waits until the results are there; false after so many microseconds. `spin_us`: how long at
   // most, since Begin, it looks without sleeping. Throws CudaError.

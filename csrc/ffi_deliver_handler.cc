@@ -8,14 +8,12 @@
 #include "cuda_stage.h"
 #include "ffi_call.h"
 #include "ffi_handler.h"
-#include "rouse.h"
 
 namespace recom {
 namespace {
 
-// Operands: the token, something that says the slot was read, the results. Where nobody waits for
-// a delivery, somebody may wait for XLA.
-void deliver(ffi::RemainingArgs args, int64_t nbytes, cuda::Stream stream, int device) {
+// Operands: the token, something that says the slot was read, the results.
+void deliver(ffi::RemainingArgs args, int64_t nbytes, cuda::Stream stream) {
   std::vector<std::pair<const void*, int64_t>> results;
   const void* token = nullptr;
   for (size_t k = 0; k < args.size(); ++k) {
@@ -26,23 +24,23 @@ void deliver(ffi::RemainingArgs args, int64_t nbytes, cuda::Stream stream, int d
       results.emplace_back(operand->untyped_data(), static_cast<int64_t>(operand->size_bytes()));
   }
   const StageSource source = stage_source(token, nbytes);
-  if (!source.delivery->Copy(results, stream)) rouse_driver(device);
+  source.delivery->Copy(results, stream);
 }
 
 ffi::Error deliver_on_host(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> seen,
                            int64_t nbytes) {
   return guarded([&]() -> ffi::Error {
-    deliver(args, nbytes, nullptr, -1);
+    deliver(args, nbytes, nullptr);
     *static_cast<uint8_t*>(seen->untyped_data()) = 0;
     return ffi::Error::Success();
   });
 }
 
 // `seen` is not written: it says that the call has ended, and is never read.
-ffi::Error deliver_on_cuda(cuda::Stream stream, int32_t device, ffi::RemainingArgs args,
+ffi::Error deliver_on_cuda(cuda::Stream stream, ffi::RemainingArgs args,
                            ffi::Result<ffi::AnyBuffer>, int64_t nbytes) {
   return guarded([&]() -> ffi::Error {
-    deliver(args, nbytes, stream, device);
+    deliver(args, nbytes, stream);
     return ffi::Error::Success();
   });
 }
@@ -55,9 +53,7 @@ auto deliver_call(Binding binding) {
 XLA_FFI_DEFINE_HANDLER(kDeliverOnHost, deliver_on_host, deliver_call(ffi::Ffi::Bind()));
 // Not compatible with command buffers, as staging isn't: a graph would keep the slot's addresses.
 XLA_FFI_DEFINE_HANDLER(kDeliverOnCuda, deliver_on_cuda,
-                       deliver_call(ffi::Ffi::Bind()
-                                        .Ctx<ffi::PlatformStream<cuda::Stream>>()
-                                        .Ctx<ffi::DeviceOrdinal>()));
+                       deliver_call(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>()));
 
 }  // namespace
 

@@ -21,7 +21,6 @@
 #include "packing.h"
 #include "packing_job.h"
 #include "program.h"
-#include "rouse.h"
 #include "row_sums.h"
 #include "string_bindings.h"
 
@@ -225,7 +224,6 @@ py::dict program_stats() {
   d["cuda_late_preparations"] = c.late_preparations.load();
   d["cuda_staged_copies"] = stage_stats().copies;
   d["cuda_staged_pieces"] = packing::StagedPieces();
-  d["cuda_roused"] = roused();
   d["cuda_stage_sources"] = stage_stats().sources;
   d["isa"] = kernels().name;
   return d;
@@ -281,8 +279,6 @@ PYBIND11_MODULE(_recom, m) {
   m.def(
       "validate", [](const py::bytes& b) { recom::decode_program(recom::view(b)); },
       py::arg("program"), "Raises ValueError if the program is malformed.");
-  m.def("set_rousing", &recom::set_rousing, py::arg("on"),
-        "Tests and measurements only: whether the driver's thread is roused before a call ends.");
   m.def("set_stage_delay", &recom::set_stage_delay, py::arg("microseconds"),
         "Tests only: emulated staging copies sleep first.");
   bind_packing(m);

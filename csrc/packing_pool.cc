@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -22,8 +21,6 @@ inline void Pause() {
   __builtin_ia32_pause();
 #endif
 }
-
-using Clock = std::chrono::steady_clock;
 
 struct Task {
   std::function<void()> run;
@@ -60,17 +57,7 @@ struct Pool {
     work.notify_one();
   }
 
-  // For a thread that looks out for tasks, or is busy with one; false where all of them sleep.
-  bool AddAwake(Task task) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (threads == sleeping) return false;
-    tasks.push_back(std::move(task));
-    queued.store(static_cast<int>(tasks.size()), std::memory_order_release);
-    return true;
-  }
-
   void Serve() {
-    Clock::time_point until;  // so long it looks out for tasks
     for (;;) {
       std::unique_lock<std::mutex> lock(mutex);
       if (tasks.empty()) {
@@ -86,14 +73,14 @@ struct Pool {
       if (more) work.notify_one();
       task.run();
       task.run = nullptr;  // lets go of what it holds
-      if (task.spin_us > 0)
-        until = std::max(until, Clock::now() + std::chrono::microseconds(task.spin_us));
-      Spin(until);
+      if (task.spin_us > 0) Spin(task.spin_us);
     }
   }
 
   // Looks out for the next batch a while before it sleeps.
-  void Spin(Clock::time_point until) const {
+  void Spin(int64_t us) const {
+    using Clock = std::chrono::steady_clock;
+    const auto until = Clock::now() + std::chrono::microseconds(us);
     while (queued.load(std::memory_order_acquire) == 0 && Clock::now() < until)
       for (int i = 0; i < 16; ++i) Pause();
   }
@@ -129,8 +116,6 @@ void Offer(int helpers, std::function<void()> task, int64_t spin_us) {
   pool.Grow(helpers);
   pool.Add({std::move(task), spin_us}, helpers);
 }
-
-bool OfferAwake(std::function<void()> task) { return Get().AddAwake({std::move(task), 0}); }
 
 void Stir(int helpers, int64_t spin_us) {
   if (helpers > 0 && spin_us > 0) Offer(helpers, [] {}, spin_us);

@@ -17,10 +17,6 @@ Executor Helpers(int threads);
 // one takes tens of microseconds, and a processor that sleeps is slow when it wakes.
 void Offer(int helpers, std::function<void()> task, int64_t spin_us);
 
-// Offers a task to a thread that is awake, which goes on looking out afterwards; false if none is.
-// Meant for what is worth less than waking a thread.
-bool OfferAwake(std::function<void()> task);
-
 // Wakes that many of them for `spin_us`.
 void Stir(int helpers, int64_t spin_us);
 

@@ -67,8 +67,7 @@ std::shared_ptr<Lease> DictReader::LeaseIn(const Order& order, const py::dict& d
         return nullptr;
     }
     if (value != lease->views[order.places[n]]) return nullptr;
-    // For Intact: whoever filled a thousand views has had much else in the caches since.
-    PrefetchObject(value);
+    PrefetchObject(value);  // Intact is next, and whoever filled a thousand views has used them last
   }
   return lease && Intact(*lease) ? lease : nullptr;
 }
