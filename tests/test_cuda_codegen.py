@@ -271,7 +271,7 @@ def test_nothing_spills_where_two_blocks_fit(name: str, arch: str) -> None:
     assert got["stack"] == got["spill_stores"] == got["spill_loads"] == 0, got
 
 
-@pytest.mark.parametrize("arch", ("sm_90", "sm_100"))
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_long_bags_spill_nothing(arch: str) -> None:
     """Their code has registers of its own; on sm_80 the usual code spills one for it."""
     if no_compiler():
