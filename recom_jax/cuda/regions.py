@@ -74,6 +74,8 @@ class Regions(Ranges):
         if self.jagged and not self.any_order:
             rounds = "team.most(end - span.begin)"
         self.put(f"const i32 most = {rounds};")
+        if self.variant is Variant.LONG:
+            self.flying(pools)  # once a bag, whose rounds are many
         if self.gathers(i):
             self.gathered_loop(i.args[1])
         else:
@@ -121,17 +123,21 @@ class Regions(Ranges):
         self.put("}")
         self.position, self.jagged = "", False
 
+    def flying(self, pools: Sequence[Instr]) -> None:
+        """Names what holds rows on their way, and writes it."""
+        for b in pools:
+            dtype, e = TYPES[self.cls.regs[b.args[2]].dtype], TYPES[self.u.dtypes[b.args[5]]]
+            kind = f"Row<{dtype}, kVec>" if self.jagged else f"Flying<{dtype}, {e}, kVec>"
+            self.put(f"{kind} x{b.args[2]}[kFlight]{{}};")
+
     def flights(
         self, i: Instr, parts: Sequence[Sequence[Instr]], pools: Sequence[Instr], numbers: set[int],
         rows: set[int], whole: bool,
     ) -> None:  # fmt: skip
         """The rows of a round, kFlight at a time."""
         # Rare code writes its rows' registers before the loop over flights, as bags of one length do (`Flying`).
-        once = self.variant is Variant.LONG or (self.rare and not self.any_order)
-        for b in pools if once or not self.jagged else ():
-            dtype, e = TYPES[self.cls.regs[b.args[2]].dtype], TYPES[self.u.dtypes[b.args[5]]]
-            kind = f"Row<{dtype}, kVec>" if self.jagged else f"Flying<{dtype}, {e}, kVec>"
-            self.put(f"{kind} x{b.args[2]}[kFlight]{{}};")
+        once = self.rare and not self.any_order
+        self.flying(pools if once or not self.jagged else ())
         self.put("#pragma unroll 1")
         self.put("for (int g = 0; g < kOwn * kShare; g += kFlight) {")
         self.depth += 1
@@ -148,7 +154,7 @@ class Regions(Ranges):
             )
         for r in sorted(rows):
             self.put(f"{self.type_of(r)} r{r}[kFlight];")
-        for b in pools if self.jagged and not once else ():
+        for b in pools if self.jagged and not once and self.variant is not Variant.LONG else ():
             dtype = TYPES[self.cls.regs[b.args[2]].dtype]
             self.put(f"Row<{dtype}, kVec> x{b.args[2]}[kFlight];")
         self.in_flight = numbers | rows

@@ -187,6 +187,7 @@ __device__ __forceinline__ void class_0_long(const Params& p) {
         };
         const auto* const mine1 = kept(b12 + f);
         const i32 most = team.most(end - span.begin);
+        Row<f32, kVec> x1[kFlight]{};
         for (i32 done = 0; done < most; done += kOwn * team.size) {
           const i32 q0 = span.begin + done;
           Position now[kOwn];
@@ -197,7 +198,6 @@ __device__ __forceinline__ void class_0_long(const Params& p) {
           for (int i = 0; i < kOwn; ++i) now[i] = numbers(q0 + i * team.size + team.rank, raw[i]);
           #pragma unroll
           for (int i = 0; i < kOwn; ++i) combine_if<kSum>(now[i].in, r9, now[i].r10);
-          Row<f32, kVec> x1[kFlight]{};
           #pragma unroll 1
           for (int g = 0; g < kOwn * kShare; g += kFlight) {
             if (done + g * kSlices >= most) break;
