@@ -236,6 +236,7 @@ class Core:
             self.name,
             _PACK_ANY if target is None else _STAGE_ANY,
             target,
+            stage.reads_host(self.home),
         )
         return make_plan(source), leaves
 
