@@ -29,6 +29,7 @@ class Source:
       arena: whether small tables lie in an arena.
       pack_any: numpy leaves up to this many bytes are packed whoever reads them.
       target: how staged leaves get to the device; None: as a numpy array.
+      reads_host: whether that array is read where it is.
     """
 
     fn: Callable[..., Any]
@@ -42,6 +43,7 @@ class Source:
     name: str
     pack_any: int
     target: stage.Target | None
+    reads_host: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,7 +146,10 @@ def make_plan(source: Source) -> Plan:
         source.target is not None and bool(packed),
         part,
         all(_has_plain_bytes(k.dtype) for k in kinds),
-        source.target is None and layout is not None and _reads_words(layout, by_other),
+        source.reads_host
+        and source.target is None
+        and layout is not None
+        and _reads_words(layout, by_other),
     )
     body = make_body(compiled, places)
     body.__name__ = source.name

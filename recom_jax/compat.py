@@ -22,6 +22,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import linear_util as _lu
+from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source
 from jax._src.export import _export
 from jax._src.export import shape_poly as _poly
@@ -392,17 +393,30 @@ def enable_x64() -> bool:
     return bool(_config.enable_x64.value)
 
 
+# Where `jax.set_mesh` and `with mesh:` keep what they set in a thread: no configuration states.
+_MESHES = ("abstract_mesh_context_manager", "device_context", "mesh_context_manager")
+
+
 def thread_settings() -> Callable[[], None]:
-    """What `with jax.enable_x64(...)` and its like set in this thread: a function that sets it in another thread, which
-    is ours, for good."""
+    """What `with jax.enable_x64(...)`, `with jax.set_mesh(...)` and their like set in this thread: a function that sets
+    it in another thread, which is ours, for good."""
     states = _config.config_states.values()
     unset = _config.config_ext.unset
     local = [(state, state.get_local()) for state in states]
     given = [(state, value) for state, value in local if value is not unset]
+    found = [vars(_mesh).get(name, vars(_config).get(name)) for name in _MESHES]
+    meshes = [(x, x.get_local()) for x in found if x is not None]
+    meshes = [(x, value) for x, value in meshes if value is not unset]
+    stack = list(_mesh.thread_resources.stack)  # of `with mesh:`
 
     def take_over() -> None:
         for state, value in given:
             state(value).__enter__()
+        for x, value in meshes:
+            x.set_local(value)
+        if len(stack) > 1:
+            _mesh.thread_resources.stack = list(stack)
+            _mesh.thread_resources.env = stack[-1]
 
     return take_over
 

@@ -12,7 +12,7 @@ import jax
 
 from recom_jax import _recom, pack, stage
 from recom_jax.bound import Plan, Source, context, make_plan
-from recom_jax.errors import BatchTypeError, BindError, BindTypeError, DeletedError
+from recom_jax.errors import BatchError, BatchTypeError, BindError, BindTypeError, DeletedError
 from recom_jax.options import Options
 from recom_jax.pack import LeafSpec
 from recom_jax.serve_batch import first_shape, given, is_packable, type_key
@@ -163,6 +163,16 @@ class Core:
         rest = tuple(x for k, x in enumerate(batch) if k + self.n_leading not in nums)
         static: list[Any] = [(k, x) for k, x in enumerate(batch) if k + self.n_leading in nums]
         static += [(k, x) for k, x in kwargs.items() if k in names]
+        for where, value in static:
+            try:
+                hash(value)
+            except TypeError as why:
+                at = where + self.n_leading if isinstance(where, int) else None
+                what = where if at is None else self.signature.parameter(at)
+                raise BatchError(
+                    f"static argument {what} of {self.name} cannot be hashed: {why}; pass a tuple, say, or an array "
+                    "that is not static"
+                ) from None
         return rest, {k: x for k, x in kwargs.items() if k not in names}, tuple(static)
 
     def flatten(self, batch: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any, Any]:
@@ -236,6 +246,7 @@ class Core:
             self.name,
             _PACK_ANY if target is None else _STAGE_ANY,
             target,
+            stage.reads_host(self.home),
         )
         return make_plan(source), leaves
 

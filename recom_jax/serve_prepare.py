@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from recom_jax import pack, stage
-from recom_jax.errors import BatchError
+from recom_jax.errors import BatchError, BatchTypeError
 from recom_jax.pack import LeafSpec
 from recom_jax.serve_batch import Given, batch_axes, concrete, given
 from recom_jax.serve_core import BindCost
@@ -43,7 +43,7 @@ class Prepared(InTrace):
         results = max(0, plan.delivered) if plan.packed else 0
         return BindCost(arena, slot, slots, shared, str(target.device), copy, results)
 
-    def warmup(self, sizes: int | Sequence[int], *example: Any, **kwargs: Any) -> None:
+    def warmup(self, sizes: int | Iterable[int], *example: Any, **kwargs: Any) -> None:
         """Traces and compiles for these batch sizes before traffic.
 
         With ``Options(tune=True)``, programs are compiled as they were tuned, but nothing is measured: the batches are
@@ -60,6 +60,11 @@ class Prepared(InTrace):
         core = self._core
         if isinstance(sizes, (int, np.integer)):
             sizes = (int(sizes),)
+        if not isinstance(sizes, Iterable):
+            raise BatchTypeError(
+                f"warmup of {self.__name__}: takes a batch size or several, not {sizes!r}"
+            )
+        sizes = tuple(sizes)
         spec = (
             jax.tree_util.tree_map(given, (example, kwargs)) if example or kwargs else core.example
         )

@@ -218,14 +218,24 @@ def home_of(leaves: Sequence[Any]) -> tuple[Any, bool]:
 
 def target_of(home: tuple[Any, bool]) -> Target | None:
     """How batches get to the device that calls will run on; None: as numpy arrays, which is best on a CPU."""
+    device = _device_of(home)
+    return _target(device, home[1]) if device is not None and is_staged(device) else None
+
+
+def reads_host(home: tuple[Any, bool]) -> bool:
+    """Whether calls read a numpy array where it is, so that handing it over twice costs nothing: on one CPU device."""
+    device = _device_of(home)
+    return device is not None and device.platform == "cpu"
+
+
+def _device_of(home: tuple[Any, bool]) -> Any:
+    """The device that calls will run on; None if there are several."""
     device, committed = home
-    if device is None:
-        if committed:
-            return None
+    if device is None and not committed:
         device = getattr(jax.config, "jax_default_device")  # noqa: B009 - mypy does not know it
         if device is None or isinstance(device, str):
             device = jax.local_devices(backend=device)[0]
-    return _target(device, committed) if is_staged(device) else None
+    return device
 
 
 def is_staged(device: Any) -> bool:

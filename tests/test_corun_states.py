@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import mesh as _mesh
 
 from recom_jax import corun, ffi
 from recom_jax import preprocess as pp
@@ -275,6 +276,30 @@ def test_settings_of_a_block_hold_for_preprocessing(runtime: str, workers: int) 
     assert seen == {("strict", "highest")} and pipe.runtime == runtime
     outside = [b for _, b in pipe.run((), [raw] * 2)]
     assert outside[0]["x"].dtype == np.float32 and isinstance(outside[0]["id"], pp.Int64)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["set_mesh", "with mesh"])
+def test_a_mesh_of_a_block_holds_for_preprocessing(runtime: str, old: bool) -> None:
+    def placed(raw: Any) -> Any:
+        where = (
+            _mesh.thread_resources.env.physical_mesh if old else jax.sharding.get_abstract_mesh()
+        )
+        seen.add(where.axis_names)
+        spec = jax.sharding.PartitionSpec("d")
+        return {"x": jax.lax.with_sharding_constraint(raw["x"] * 3, spec)}
+
+    seen: set[Any] = set()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    pipe = corun.Pipeline(placed, jax.jit(lambda s, b: (s, b)), options=corun.Options(workers=2))
+    with mesh if old else jax.set_mesh(mesh):
+        got = [np.asarray(b["x"]) for _, b in pipe.run((), [{"x": np.ones(8, np.float32)}] * 3)]
+    assert len(got) == 3 and all((x == 3).all() for x in got)
+    assert seen == {("d",)}
+    assert pipe.runtime.startswith("threads")  # a constraint is XLA's
+    # No mesh stays behind in the threads of the next run.
+    plain = corun.Pipeline(lambda raw: {"x": raw["x"] + 1}, jax.jit(lambda s, b: (s, b)))
+    (last,) = [b for _, b in plain.run((), [{"x": np.ones(8, np.float32)}])]
+    assert (np.asarray(last["x"]) == 2).all()
 
 
 def test_a_pipeline_may_feed_another(runtime: str) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -130,3 +134,38 @@ def test_inside_a_trace() -> None:
     serve = recom_jax.optimize(model).bind(params)
     got, want = jax.jit(serve)(batch), jax.jit(model)(params, batch)
     assert [bits(x) for x in got] == [bits(x) for x in want]
+
+
+SEVERAL = """
+import sys
+import jax, numpy as np
+import recom_jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+from tests.test_pack_words import bits, inputs, model, plan_of
+
+assert jax.device_count() == 2
+params, batch = inputs()
+mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+everywhere = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), params)
+want = jax.jit(model)(params, batch)
+for bound, words in ((everywhere, False), (jax.device_put(params, jax.devices()[1]), True)):
+    serve = recom_jax.optimize(model).bind(bound)
+    for _ in range(3):
+        assert [bits(x) for x in serve(batch)] == [bits(x) for x in want]
+    assert plan_of(serve).words == words
+print("fine")
+"""
+
+
+def test_words_are_not_handed_to_several_devices() -> None:
+    """There a pack is copied, and would be twice."""
+    flags = "--xla_force_host_platform_device_count=2"
+    ran = subprocess.run(
+        [sys.executable, "-c", SEVERAL],
+        env={**os.environ, "XLA_FLAGS": flags},
+        cwd=pathlib.Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.stdout.strip() == "fine", ran.stdout + ran.stderr

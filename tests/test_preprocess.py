@@ -549,6 +549,27 @@ def test_published_scores() -> None:
     assert got.valid.tolist() == [False, False, True] and got.values[2] == 1
 
 
+def test_scores_belong_to_ids_by_row() -> None:
+    """A null list on one side moves all behind it; they were paired by place."""
+    ids = pp.Jagged(np.array([1, 2, 3, 4], np.int32), [0, 0, 2, 4], [False, True, True])
+    scores = pp.Jagged(np.array([5, 6, 7, 8], np.float32), [0, 1, 3, 4], [False, True, True])
+    right = pp.Jagged(np.array([1, 2, 3], np.int32), [0, 0, 1, 3])
+    ones = right.replace(np.ones(3, np.float32))
+    for made in (
+        jax.jit(pp.get_cosine_similarity)(ids, scores, right, ones),
+        jax.jit(pp.get_cosine_similarity)(right, ones, ids, scores),
+    ):
+        assert made.valid.tolist() == [False, True, True]
+        np.testing.assert_allclose(made.values[1], 6 / np.hypot(6, 7), rtol=1e-6)
+        assert np.isnan(made.values[2])
+    fits = pp.Jagged(np.array([5, 6, 7, 8], np.float32), [0, 1, 3, 4], [False, True, True])
+    ids = pp.Jagged(np.array([1, 2, 3, 0], np.int32), [0, 0, 2, 3], [False, True, True])
+    for wrap in (jax.jit, lambda f: f):
+        made = wrap(pp.get_score_sum)(right, ones, ids, fits)
+        assert made.valid.tolist() == [False, True, True]
+        np.testing.assert_array_equal(made.values[1:], [6, 8])
+
+
 # ---- words -------------------------------------------------------------------------------------------------------
 
 

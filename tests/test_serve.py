@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -503,6 +504,31 @@ def test_warmup(params: Any) -> None:
     for bad in (-1, 1.5, True, "3"):
         with pytest.raises(BatchError, match="batch size"):
             serve.warmup([1, bad])
+    with pytest.raises(recom_jax.errors.BatchTypeError, match="a batch size or several, not None"):
+        serve.warmup(None)
+    traces = recom_jax.stats()["traces"]
+    serve.warmup(size for size in (3, 4))  # read once
+    assert recom_jax.stats()["traces"] == traces + 2
+
+
+def test_a_static_argument_that_cannot_be_hashed_is_named() -> None:
+    @functools.partial(recom_jax.optimize, static_argnames="k")
+    def model(table: Any, ids: Any, k: Any = 2) -> Any:
+        return table[ids] * len(k)
+
+    serve = model.bind(np.ones((5, 2), np.float32))
+    ids = np.arange(3)
+    np.testing.assert_array_equal(serve(ids, (1, 2)), np.full((3, 2), 2))
+    for bad in ([1, 2], np.arange(2), (1, np.arange(2))):
+        for call in (serve, serve.fetch, serve.input_views):
+            with pytest.raises(
+                BatchError, match=r"static argument k of model cannot be hashed: unhash"
+            ):
+                call(ids, bad)
+            with pytest.raises(
+                BatchError, match=r"static argument k of model cannot be hashed: unhash"
+            ):
+                call(ids, k=bad)
 
 
 # ---- inside a trace ------------------------------------------------------------------------------------------

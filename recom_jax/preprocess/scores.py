@@ -80,7 +80,17 @@ def _scores(name: str, ids: Jagged, scores: Jagged) -> jax.Array:
             f"length mismatch: {name} takes a score for each id, was given {ids.capacity} ids, "
             f"{made.shape[0]} scores"
         )
-    return made
+    if scores.row_splits is ids.row_splits:
+        return made
+    # By row: where one list is null, or has other scores than ids, those of the rows behind it are elsewhere.
+    seg, at = ids.segment_ids(), jnp.arange(ids.capacity, dtype=jnp.int32)
+    row = seg.clip(0, max(ids.rows - 1, 0))
+    ours, theirs = jnp.asarray(ids.row_splits), jnp.asarray(scores.row_splits)
+    if not ids.rows or not ids.capacity:
+        return made
+    place = theirs[row] + (at - ours[row])
+    found = made.at[place].get(mode="clip")
+    return jnp.where((seg < ids.rows) & (place >= theirs[row + 1]), jnp.nan, found)
 
 
 def _pair(name: str, *columns: Any) -> list[Jagged]:
@@ -139,7 +149,8 @@ def get_cosine_similarity(
     """The cosine of two lists as vectors over ids, scores as weights (those of a repeated id add up).
 
     Returns:
-      (B,) float32; NaN where a vector has no length (TorchArrow raises); null where any list is null or has a null.
+      (B,) float32; NaN where a vector has no length or fewer scores than ids (TorchArrow raises); null where any list
+      is null or has a null.
     """
     name = "get_cosine_similarity"
     a, sa, b, sb = _pair(name, input_ids, input_id_scores, matching_ids, matching_id_scores)
