@@ -63,7 +63,7 @@ def equal(x: Any, y: Any) -> None:
 
 
 PLAIN = jax.jit(model)
-MODEL = recom_jax.optimize(model, options=recom_jax.Options(verify=True, lease_timeout_s=0.3))
+MODEL = recom_jax.optimize(model, options=recom_jax.Options(verify=True))
 
 
 @pytest.fixture(scope="module")
@@ -435,7 +435,8 @@ def test_replaced_leaves_are_copied_in(serve: Any, params: Any) -> None:
     equal(serve(swapped), PLAIN(params, {**batch, "x": batch["x"][::-1]}))
 
 
-def test_leases_block_and_time_out(serve: Any, params: Any) -> None:
+def test_leases_block_and_time_out(params: Any) -> None:
+    serve = recom_jax.optimize(model, options=recom_jax.Options(lease_timeout_s=0.5)).bind(params)
     batch = make_batch(23)
     leases = [serve.input_views(batch) for _ in range(8)]
     with pytest.raises(
