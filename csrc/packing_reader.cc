@@ -67,7 +67,8 @@ std::shared_ptr<Lease> DictReader::LeaseIn(const Order& order, const py::dict& d
         return nullptr;
     }
     if (value != lease->views[order.places[n]]) return nullptr;
-    PrefetchObject(value);  // Intact is next, and whoever filled a thousand views has used them last
+    // Intact is next, and whoever filled a thousand views has used them last.
+    PrefetchObject(value);
   }
   return lease && Intact(*lease) ? lease : nullptr;
 }

@@ -154,12 +154,15 @@ def _last(e: ir.Expr) -> Iterator[ir.Expr]:
 
 
 def context_free_divisor(d: Detector, e: ir.Expr) -> bool:
-    """Whether XLA divides by a value as it is written: not by a constant, a quotient, a root or a power."""
+    """Whether XLA divides by a value as it is written: not by a constant, a quotient, a root or a power, nor by an
+    argument that it divides several elements by, whose inverse it multiplies by."""
     while isinstance(e, ir.Op) and e.name == "convert":
         e = e.args[0]
     if isinstance(e, ir.Const):
         return power_of_two(e.value)
-    return isinstance(e, _BAGS) or (isinstance(e, ir.Load) and id(e.var) in d.inputs)
+    if isinstance(e, ir.Load):
+        return id(e.var) in d.inputs and all(stride != 0 for stride in e.strides)
+    return isinstance(e, _BAGS)
 
 
 def from_arithmetic(d: Detector, e: ir.Expr, sums: bool = False) -> bool:

@@ -312,7 +312,8 @@ def test_sizes_that_coincide_give_the_same_program() -> None:
 def test_sizes_that_coincide_give_right_numbers(batch: int, length: int) -> None:
     inputs = small_inputs(batch, length)
     if batch * length:
-        check(small_model, *inputs, bound=Bag(length))
+        # What is in bags of one is no sum: XLA divides it, as it multiplies by an inverse where one count is for a row.
+        check(small_model, *inputs, bound=Bag(length), calls=1 if length > 1 else None)
     else:  # empty batch, empty bags: nothing to say of what is fused
         assert_same(recom_jax.optimize(small_model)(*inputs), jax.jit(small_model)(*inputs))
 

@@ -40,12 +40,17 @@ LEFT: dict[str, Model] = {
     "constants added": lambda t, i, y, w: (t[i] + 0.1) + 0.7,
     "constants subtracted": lambda t, i, y, w: (1.3 - t[i]) + 0.7,
     "constants multiplied": lambda t, i, y, w: (t[i] * 0.1) * 0.7,
+    "over one for all": lambda t, i, y, w: t[i] / w[3, 0],
+    "over one a row": lambda t, i, y, w: t[i] / w,
+    "over one a feature": lambda t, i, y, w: t[i] / y[0],
+    "over a count": lambda t, i, y, w: t[i] / jnp.maximum(i % 5, 1)[:, None],
     "over a quotient": lambda t, i, y, w: t[i] / (y / w),
     "over and over": lambda t, i, y, w: t[i] / y / w,
     "over a root": lambda t, i, y, w: t[i] / jnp.sqrt(jnp.abs(w)),
     "over the root of a number": lambda t, i, y, w: t[i] / jnp.sqrt(7.0),
     "over an exponential": lambda t, i, y, w: t[i] / jnp.exp(w),
     "over a constant array": lambda t, i, y, w: t[i] / np.linspace(1, 3, 16, dtype=np.float32),
+    "over constant integers": lambda t, i, y, w: t[i] / np.arange(1, 17, dtype=np.int32),
     "over the norm": lambda t, i, y, w: t[i] / jnp.linalg.norm(t[i], axis=-1, keepdims=True),
     "plus a power": lambda t, i, y, w: t[i] + y**3,
     "an extreme, scaled, plus": lambda t, i, y, w: t[i.reshape(8, 8)].max(1) * w[:8] + 1.5,
@@ -212,6 +217,7 @@ IDS_OF: dict[str, Callable[[Any, Any], Any]] = {
     "over a power": lambda a, b: a / jnp.power(b, 0.5),
     "scaled, over a root": lambda a, b: a / jax.lax.rsqrt(b),
     "of a sigmoid": lambda a, b: jax.nn.sigmoid(b * 0.1) * 100 + a,
+    "over one for all": lambda a, b: a / b[0],
 }
 
 
@@ -233,3 +239,16 @@ def test_ids_from_one_operation_are_found_in_the_call() -> None:
 
     report = check(fn, WIDE, A, B)
     assert "div" in report.source
+
+
+def test_ids_from_a_division_by_one_number() -> None:
+    """XLA multiplies by its inverse: whole quotients become the number below or above."""
+    scale = np.float32(0.037)
+    x = np.arange(3000, dtype=np.float32) * scale
+
+    def fn(table: Any, x: Any, scale: Any) -> Any:
+        return table[jnp.clip((x / scale).astype(jnp.int32), 0, 2999)]
+
+    by_inverse = (x * (1 / scale)).astype(np.int32)
+    assert (by_inverse != (x / scale).astype(np.int32)).any()
+    check(fn, WIDE, x, scale)
