@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -123,6 +124,15 @@ class Detected:
         """The sizes of a variable read as an operand."""
         known = self.operands.get(id(var))
         return known.shape if known is not None else self.sizes.shape(var.aval.shape)
+
+    def readers(self) -> dict[int, list[Any]]:
+        """The equations left to XLA that read a variable, by its id."""
+        found: dict[int, list[Any]] = collections.defaultdict(list)
+        for _, eqn in self.kept:
+            for v in eqn.invars:
+                if not isinstance(v, compat.Literal):
+                    found[id(v)].append(eqn)
+        return found
 
     def __str__(self) -> str:
         lines = [f"{len(self.outputs)} fused results, {len(self.kept)} equations left to XLA"]

@@ -120,14 +120,10 @@ def _size(detected: Detected, out: Output) -> int:
 
 def _readers(detected: Detected) -> Mapping[int, list[Any]]:
     """The equations left to XLA that read a variable, by its id; None stands for the function's result."""
-    found: dict[int, list[Any]] = collections.defaultdict(list)
-    for _, eqn in detected.kept:
-        for v in eqn.invars:
-            if not isinstance(v, compat.Literal):
-                found[id(v)].append(eqn)
+    found = detected.readers()
     for v in compat.open_jaxpr(detected.jaxpr).outvars:
         if not isinstance(v, compat.Literal):
-            found[id(v)].append(None)
+            found.setdefault(id(v), []).append(None)
     return found
 
 

@@ -11,7 +11,6 @@ Bags are excepted: their sums differ by the order of summation, and what is prom
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -59,7 +58,7 @@ def left_to_xla(d: Detector, detected: Detected) -> dict[int, str]:
             continue
         goes_on = False
         if any(_contractible(e) for e in exprs):
-            readers = _readers(detected) if readers is None else readers
+            readers = detected.readers() if readers is None else readers
             goes_on = _computed_with(readers, out.var)
         if goes_on or any(_is_chain(d, e) for e in exprs):
             _back(d, out.var, goes_on, found)
@@ -205,15 +204,6 @@ def _contractible(e: ir.Expr) -> bool:
         for x in _last(e)
         if isinstance(x, ir.Op) and _computes(x)
     )
-
-
-def _readers(detected: Detected) -> dict[int, list[Any]]:
-    found: dict[int, list[Any]] = collections.defaultdict(list)
-    for _, eqn in detected.kept:
-        for v in eqn.invars:
-            if not isinstance(v, compat.Literal):
-                found[id(v)].append(eqn)
-    return found
 
 
 def _computed_with(readers: dict[int, list[Any]], var: Any) -> bool:
