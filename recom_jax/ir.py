@@ -60,8 +60,7 @@ class Pool:
         # (id of an expression, rank) -> the axes along which rows lie (see `schedule`).
         self.features: dict[tuple[int, int], frozenset[int]] = {}
         self._takes: dict[int, list[Take]] = {}
-        # By identity, which lasts while it is held.
-        self._leaves: dict[int, tuple[Expr, list[Any]]] = {}
+        self._leaves: dict[int, list[Any]] = {}
 
     def takes(self, e: Expr) -> list[Take]:
         """The lookups in an expression of this pool, inner ones first."""
@@ -77,15 +76,15 @@ class Pool:
 
     def leaves(self, e: Expr) -> list[Any]:
         """The variables that an expression of this pool reads."""
-        known = self._leaves.get(id(e))
-        if known is None:
+        found = self._leaves.get(id(e))
+        if found is None:
             twin = self.twins.get(id(e))
             if twin is None or twin[0] is e:
                 found = _leaves(e)
             else:
                 found = [twin[1].variables[id(v)] for v in self.leaves(twin[0])]
-            known = self._leaves[id(e)] = e, found
-        return known[1]
+            self._leaves[id(e)] = found
+        return found
 
     def note(self, e: Expr, names: tuple[str, ...]) -> None:
         self.notes[id(e)] = tuple(dict.fromkeys((*self.notes.get(id(e), ()), *names)))

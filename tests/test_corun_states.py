@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import mesh as _mesh
 
-from recom_jax import corun, ffi
+from recom_jax import compat, corun, ffi
 from recom_jax import preprocess as pp
 from recom_jax.corun import calls, pipeline
 from recom_jax.corun.mesh import on_mesh
@@ -282,7 +281,9 @@ def test_settings_of_a_block_hold_for_preprocessing(runtime: str, workers: int) 
 def test_a_mesh_of_a_block_holds_for_preprocessing(runtime: str, old: bool) -> None:
     def placed(raw: Any) -> Any:
         where = (
-            _mesh.thread_resources.env.physical_mesh if old else jax.sharding.get_abstract_mesh()
+            compat._mesh.thread_resources.env.physical_mesh
+            if old
+            else jax.sharding.get_abstract_mesh()
         )
         seen.add(where.axis_names)
         spec = jax.sharding.PartitionSpec("d")
